@@ -1,0 +1,52 @@
+# Ridgeway. "make" alone lists what there is.
+#
+# Variables: PYTHON=python3.13 (which Python to set up with), PYTEST_ARGS, DEMO_ARGS and BENCH_ARGS (passed on),
+# UPGRADE=1 (make lock: take newer versions).
+
+MAKEFLAGS += --no-builtin-rules
+.SUFFIXES:
+.DEFAULT_GOAL := help
+
+PY := .venv/bin/python
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+.PHONY: help setup demo demo-full test test-fast lint typecheck bench lock clean distclean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Install everything into .venv (nothing to do when it is current)
+	@scripts/setup.sh
+
+demo: setup ## Train MaxText on 3 slices, kill a worker, watch the same process train on (minutes)
+	@.venv/bin/ridgeway demo $(DEMO_ARGS)
+
+demo-full: setup ## The same on 3 slices x 4 hosts x 4 devices: 48 devices in 12 workers
+	@.venv/bin/ridgeway demo --full $(DEMO_ARGS)
+
+test: setup lint typecheck ## Linter, type checker and every test
+	$(PY) -m pytest -v --durations=20 $(PYTEST_ARGS)
+
+test-fast: setup ## Only the tests that take seconds: no clusters, nothing slow
+	$(PY) -m pytest -m "not slow and not e2e" $(PYTEST_ARGS)
+
+lint: setup ## ruff
+	$(PY) -m ruff check .
+
+typecheck: setup ## pyright
+	$(PY) -m pyright
+
+bench: setup ## Time recovery and steps, beside native multi-controller jax (minutes)
+	$(PY) -m benchmarks.recovery $(BENCH_ARGS)
+
+lock: ## Make requirements/locked.txt anew from pyproject.toml
+	@scripts/lock.sh
+
+clean: ## Remove caches and what was built; keeps .venv and the output of runs
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too
+	rm -rf .venv .venv.old.* .setup.lock

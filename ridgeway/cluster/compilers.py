@@ -1,0 +1,123 @@
+"""Compiler processes and what they are compiling."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Code, Status
+from ridgeway.settings import Settings
+from ridgeway.transport.stream_link import StreamLink
+
+
+class CompilerLost(Exception):
+    """The compiler process died with the compilation."""
+
+
+class Compiler:
+    """The head's end of one compiler process."""
+
+    def __init__(self, number: int, agent: int, link: StreamLink, pid: int, environment: str):
+        self.number = number
+        self.agent = agent
+        self.link = link
+        self.pid = pid
+        self.environment = environment
+        self.pending: dict[int, asyncio.Future[tuple[list[Any], list[bytes]]]] = {}
+
+
+class CompilerPool:
+    """Chooses a compiler, and another one when it dies; blames the program when it kills them all."""
+
+    def __init__(self, settings: Settings, emit: Callable[..., Any]):
+        self._settings = settings
+        self._emit = emit
+        self._compilers: dict[int, Compiler] = {}
+        self._next_request = 0
+        self._joined = asyncio.Event()
+
+    @property
+    def environment(self) -> str | None:
+        """What the compilers' environment says that changes code; None while there is no compiler."""
+        return next((c.environment for c in self._compilers.values()), None)
+
+    def add(self, compiler: Compiler) -> None:
+        """A compiler joined."""
+        self._compilers[compiler.number] = compiler
+        self._joined.set()
+
+    def remove(self, number: int) -> None:
+        """A compiler is gone; what it was compiling is compiled by another."""
+        compiler = self._compilers.pop(number, None)
+        if not self._compilers:
+            self._joined.clear()
+        if compiler is not None:
+            for future in compiler.pending.values():
+                if not future.done():
+                    future.set_exception(CompilerLost())
+
+    def on_reply(self, compiler: Compiler, message: list[Any], buffers: list[bytes]) -> None:
+        """A message of a compiler."""
+        if message[0] == "heartbeat":
+            return
+        future = compiler.pending.pop(message[1], None)
+        if future is None or future.done():
+            return
+        if message[0] == "reply":
+            future.set_result((message[2:], buffers))
+        else:
+            future.set_exception(Status(Code(message[2]), message[3]).error())
+
+    async def compile(
+        self, artifact: bytes, options: bytes, replicas: int, partitions: int
+    ) -> tuple[dict[str, Any], bytes]:
+        """Metadata and serialized executable; see `worker.compilation.compile_program`.
+
+        Raises:
+          statuses.StatusError: XLA refused the program, no compiler came in time, or the program crashed
+            ``compile_attempts`` compilers (then it is UNIMPLEMENTED: not to be tried again).
+        """
+        fields, buffers = await self._run("compile", artifact, options, replicas, partitions)
+        return fields[0], buffers[0]
+
+    async def program_text(self, serialized: bytes, options: bytes, replicas: int, partitions: int) -> str:
+        """Optimized HLO text of a compiled program.
+
+        Raises:
+          statuses.StatusError: as `compile`.
+        """
+        fields, _ = await self._run("text", serialized, options, replicas, partitions)
+        return fields[0]
+
+    async def _run(self, kind: str, data: bytes, options: bytes, replicas: int, partitions: int) -> Any:
+        deadline = time.monotonic() + self._settings.compile_timeout_seconds
+        for attempt in range(1, self._settings.compile_attempts + 1):
+            compiler = await self._choose(deadline)
+            self._next_request += 1
+            request = self._next_request
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            compiler.pending[request] = future
+            compiler.link.send([kind, request, options, replicas, partitions], [data])
+            try:
+                return await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
+            except CompilerLost:
+                self._emit("compiler_lost", compiler=compiler.number, attempt=attempt)
+            except TimeoutError:
+                compiler.pending.pop(request, None)
+                raise statuses.deadline_exceeded(
+                    f"a compilation took longer than {self._settings.compile_timeout_seconds} s (compile_timeout_seconds)"
+                ).error() from None
+        raise statuses.unimplemented(
+            f"this program ended {self._settings.compile_attempts} compiler processes one after the other; "
+            "it makes XLA crash, please report it with the program's text"
+        ).error()
+
+    async def _choose(self, deadline: float) -> Compiler:
+        while not self._compilers:
+            wait = min(deadline - time.monotonic(), self._settings.executor_start_timeout_seconds)
+            try:
+                await asyncio.wait_for(self._joined.wait(), max(0.0, wait))
+            except TimeoutError:
+                raise statuses.deadline_exceeded("no compiler process in the cluster").error() from None
+        return min(self._compilers.values(), key=lambda c: (len(c.pending), c.number))

@@ -1,0 +1,230 @@
+"""The cluster port: authenticates whoever connects, reads the hello, and turns messages into membership's events."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ridgeway.cluster.agent_link import AgentLink
+from ridgeway.cluster.compilers import Compiler
+from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.cluster.membership import Refuse, Welcome
+from ridgeway.cluster.resource_manager import ResourceManager
+from ridgeway.protocol.status import Code, Status
+from ridgeway.transport import stream_link
+from ridgeway.transport.authentication import AuthenticationError
+from ridgeway.transport.frames import FrameError
+from ridgeway.transport.stream_link import LinkClosed, StreamLink
+
+ControlHandler = Callable[[StreamLink], Awaitable[None]]
+
+GENTLE_CLOSE_SECONDS = 2.0
+
+
+class Connections:
+    """Serves the cluster port of one head."""
+
+    def __init__(
+        self, manager: ResourceManager, secret: str, cluster: str, versions: dict[str, str], control: ControlHandler
+    ):
+        self._manager = manager
+        self._secret = secret
+        self._cluster = cluster
+        self._versions = versions
+        self._control = control
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; returns the address.
+
+        Raises:
+          OSError: the port is taken or the address is not this machine's.
+        """
+        self._server = await asyncio.start_server(self._serve, host, port, limit=stream_link.READ_LIMIT_BYTES)
+        name = self._server.sockets[0].getsockname()
+        return str(name[0]), int(name[1])
+
+    async def stop(self) -> None:
+        """Stop listening and close what is open."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        timeout = self._manager.settings.handshake_timeout_seconds
+        try:
+            link = await stream_link.accept_link(reader, writer, self._secret, timeout)
+            message, _ = await asyncio.wait_for(link.receive(), timeout)
+        except (AuthenticationError, LinkClosed, FrameError, TimeoutError) as error:
+            self._manager.emit("connection_refused", reason=str(error) or "no hello in time")
+            writer.transport.abort()
+            return
+        try:
+            hello = message[1] if message[0] == "hello" and len(message) == 2 and isinstance(message[1], dict) else {}
+            role = hello.get("role")
+            serve = {
+                "agent": self._serve_agent, "executor": self._serve_executor,
+                "compiler": self._serve_compiler, "control": self._serve_control,
+            }.get(role)  # fmt: skip
+            if serve is None:
+                await self._refuse(link, f"a hello with role {role!r}; known: agent, executor, compiler, control")
+            else:
+                await serve(link, hello)
+        except (LinkClosed, FrameError, ConnectionError):
+            pass
+        finally:
+            link.close()
+
+    async def _refuse(self, link: StreamLink, message: str) -> None:
+        self._manager.emit("connection_refused", reason=message)
+        link.send(["refused", "INVALID_ARGUMENT", message])
+        await link.close_gently(GENTLE_CLOSE_SECONDS)
+
+    def _version_problem(self, hello: dict[str, Any]) -> str | None:
+        theirs = hello.get("versions") or {}
+        for name in ("jaxlib", "ridgeway"):
+            if theirs.get(name) != self._versions[name]:
+                return (
+                    f"this cluster runs {name} {self._versions[name]}, the {hello.get('role')} on "
+                    f"{hello.get('hostname', 'that host')} has {theirs.get(name)}; install the same version on every host"
+                )
+        return None
+
+    async def _serve_control(self, link: StreamLink, hello: dict[str, Any]) -> None:
+        link.send(["welcome", {"cluster": self._cluster}])
+        await self._control(link)
+
+    async def _serve_agent(self, link: StreamLink, hello: dict[str, Any]) -> None:
+        manager = self._manager
+        problem = self._version_problem(hello)
+        slot: int | None = None
+        if problem is None and hello.get("slice") is not None:
+            try:
+                slot = manager.topology.slot_of(int(hello["slice"]), int(hello.get("host") or 0))
+            except ValueError as error:
+                problem = str(error)
+        if problem is not None:
+            await self._refuse(link, problem)
+            return
+        number = manager.membership.new_number()
+        effects = manager.membership.agent_joined(
+            time.monotonic(), number, slot, bool(hello.get("standby")), str(hello.get("launch_id", ""))
+        )
+        answer = effects[0]
+        if isinstance(answer, Refuse):
+            await self._refuse(link, answer.message)
+            return
+        assert isinstance(answer, Welcome)
+        agent = AgentLink(number, link, hello)
+        agent.slot = answer.slot
+        manager.agents[number] = agent
+        names = (None, None)
+        if answer.slot is not None:
+            names = (manager.topology.slice_of_slot(answer.slot), manager.topology.host_of_slot(answer.slot))
+        agent.send(["welcome", {
+            "agent": number, "slice": names[0], "host": names[1], "platform": "cpu", "cluster": self._cluster,
+            "devices_per_host": manager.topology.devices_per_host, "settings": manager.settings.to_dict(),
+        }])  # fmt: skip
+        manager.apply(effects[1:])
+        heartbeats = asyncio.create_task(self._send_heartbeats(agent))
+        description = "connection to its agent closed"
+        try:
+            while True:
+                message, _ = await link.receive()
+                manager.membership.agent_heard(time.monotonic(), number)
+                if message[0] == "process_exited":
+                    self._process_exited(agent, *message[1:])
+                elif message[0] == "draining":
+                    manager.membership.agent_draining(number)
+        except FrameError as error:
+            description = f"its agent sent something that is not a message ({error})"
+        finally:
+            heartbeats.cancel()
+            manager.apply(manager.membership.agent_closed(time.monotonic(), number, description))
+
+    def _process_exited(self, agent: AgentLink, role: str, number: int, code: int) -> None:
+        if agent.slot is not None and role == "executor":
+            text = f"executor killed by signal {-code}" if code < 0 else f"executor exited with code {code}"
+            self._manager.explain_loss(agent.slot, text)
+
+    async def _send_heartbeats(self, agent: AgentLink) -> None:
+        while True:
+            agent.send(["heartbeat"])
+            await asyncio.sleep(self._manager.settings.heartbeat_interval_seconds)
+
+    async def _serve_executor(self, link: StreamLink, hello: dict[str, Any]) -> None:
+        manager = self._manager
+        number = int(hello["executor"])
+        problem = self._version_problem(hello)
+        if problem is not None:
+            await self._refuse(link, problem)
+            return
+        executor = ExecutorLink(
+            number, int(hello["agent"]), link, str(hello["transfer_host"]), int(hello["transfer_port"]), int(hello["pid"])
+        )
+        effects = manager.membership.executor_joined(time.monotonic(), executor.agent, number)
+        if effects and isinstance(effects[0], Refuse):
+            await self._refuse(link, effects[0].message)
+            return
+        manager.executors[number] = executor
+        link.send(["welcome", {}])
+        manager.apply(effects)
+        description = "connection to its executor closed"
+        try:
+            while True:
+                message, buffers = await link.receive()
+                self._on_executor_message(executor, message, buffers)
+        except FrameError as error:
+            description = f"its executor sent something that is not a message ({error})"
+        finally:
+            manager.apply(manager.membership.executor_closed(time.monotonic(), number, description))
+            manager.executors.pop(number, None)
+
+    def _on_executor_message(self, executor: ExecutorLink, message: list[Any], buffers: list[bytes]) -> None:
+        manager = self._manager
+        match message[0]:
+            case "reply":
+                executor.on_reply(message[1], None, message[2:], buffers)
+            case "error":
+                _, request, code, text, collective, generation = message
+                manager.settle(
+                    Status(Code(code), text), collective, generation,
+                    lambda status: executor.on_reply(request, status, [], []),
+                )
+            case "heartbeat":
+                _, dispatched, completed, outstanding, memory, _groups = message
+                now = time.monotonic()
+                executor.memory_bytes = memory
+                known = manager.membership.executors.get(executor.number)
+                if known is not None and (dispatched, completed) != (known.dispatched, known.completed):
+                    executor.progressed = now
+                manager.membership.executor_heard(now, executor.number, dispatched, completed, outstanding)
+            case "execution_failed":
+                _, execution, code, text, _collective, generation = message
+                manager.execution_failed(executor, execution, Status(Code(code), text), generation)
+            case "transfer_failed":
+                _, token, code, text = message
+                for other in manager.executors.values():
+                    other.send_aside(["data_failed", token, code, text])
+
+    async def _serve_compiler(self, link: StreamLink, hello: dict[str, Any]) -> None:
+        manager = self._manager
+        number, agent = int(hello["compiler"]), int(hello["agent"])
+        problem = self._version_problem(hello)
+        if problem is None:
+            effects = manager.membership.compiler_joined(agent, number)
+            if effects and isinstance(effects[0], Refuse):
+                problem = effects[0].message
+        if problem is not None:
+            await self._refuse(link, problem)
+            return
+        compiler = Compiler(number, agent, link, int(hello["pid"]), str(hello.get("environment", "")))
+        link.send(["welcome", {}])
+        manager.compilers.add(compiler)
+        try:
+            while True:
+                manager.compilers.on_reply(compiler, *(await link.receive()))
+        finally:
+            manager.compilers.remove(number)
+            with contextlib.suppress(KeyError):
+                manager.apply(manager.membership.compiler_closed(number))

@@ -1,0 +1,393 @@
+"""The resource manager: the shell that carries out what `membership` and `generations` decide.
+
+Lives in the head's event loop; every method returns at once.  The proxy asks it which executors have a set of
+devices, has it form generations, and is told about losses.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ridgeway.cluster import generations as generation_machine
+from ridgeway.cluster import membership as membership_machine
+from ridgeway.cluster.agent_link import AgentLink
+from ridgeway.cluster.compilers import CompilerPool
+from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.cluster.rendezvous import Rendezvous
+from ridgeway.cluster.slice_hold import SliceHold
+from ridgeway.cluster.topology import Topology
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Status
+from ridgeway.settings import Settings
+
+CAUSES_KEPT = 1000
+EXECUTIONS_KEPT = 20_000
+EXPECTED_FOR_SECONDS = 60.0
+TICK_SECONDS = 0.05
+
+Emit = Callable[..., Any]
+
+
+class ResourceManager:
+    """Executors by slot, generations among them, and what is held for slices on their way back."""
+
+    def __init__(self, topology: Topology, settings: Settings, emit: Emit, rendezvous: Rendezvous, service_host: str):
+        self.topology = topology
+        self.settings = settings
+        self.emit = emit
+        self.membership = membership_machine.Membership(
+            topology,
+            membership_machine.Limits(
+                settings.heartbeat_timeout_seconds, settings.suspect_after_seconds,
+                settings.executor_start_timeout_seconds, settings.progress_deadline_seconds,
+            ),
+        )  # fmt: skip
+        self.generations = generation_machine.Generations()
+        self.compilers = CompilerPool(settings, emit)
+        self.agents: dict[int, AgentLink] = {}
+        self.executors: dict[int, ExecutorLink] = {}
+        self.slots: list[ExecutorLink | None] = [None] * topology.slots
+        self.epoch = 0
+        """Changes whenever a slot's executor does."""
+        self.on_loss: list[Callable[[ExecutorLink], None]] = []
+        self._last_loss: list[Status | None] = [None] * topology.slots
+        self._spans: dict[tuple[int, ...], tuple[ExecutorLink, ...] | Status] = {}
+        self._spans_epoch = -1
+        self._holds: dict[int, SliceHold] = {}
+        self._expected: dict[int, float] = {}
+        self._given_up: dict[int, str] = {}
+        self._rendezvous = rendezvous
+        self._service_host = service_host
+        self._services: dict[int, int] = {}
+        self._waiting_for_service: list[int] = []
+        self._generation_started: dict[int, float] = {}
+        self._causes: OrderedDict[int, Status] = OrderedDict()
+        self._settling: list[tuple[float, int, Status, Callable[[Status], None]]] = []
+        self._execution_members: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._disagreements: dict[int, tuple[float, int, set[int], Status]] = {}
+
+    # ---- questions of the proxy
+
+    def executors_of(self, devices: tuple[int, ...]) -> tuple[ExecutorLink, ...] | Status:
+        """The executors that have ``devices``, in slot order, or why one of them is down."""
+        if self._spans_epoch != self.epoch:
+            self._spans.clear()
+            self._spans_epoch = self.epoch
+        found = self._spans.get(devices)
+        if found is None:
+            slots = sorted({self.topology.slot_of_device(d) for d in devices})
+            links = [self.slots[slot] for slot in slots]
+            if None in links:
+                found = self.loss_of_slot(slots[links.index(None)])
+            else:
+                found = tuple(link for link in links if link is not None)
+            self._spans[devices] = found
+        return found
+
+    def loss_of_slot(self, slot: int) -> Status:
+        """Why a slot without an executor has none."""
+        last = self._last_loss[slot]
+        slice_index = self.topology.slice_of_slot(slot)
+        if slice_index in self._given_up:
+            detail = f": {last.message}" if last is not None else ""
+            return statuses.data_loss(f"slice {slice_index} is down for good ({self._given_up[slice_index]}){detail}")
+        if last is None:
+            return statuses.data_loss(f"{self.topology.describe_slot(slot)} has not joined the cluster yet")
+        return last
+
+    def executor_of_device(self, device: int) -> ExecutorLink | None:
+        """The executor that has a device now."""
+        return self.slots[self.topology.slot_of_device(device)]
+
+    def hold_for(self, devices: Iterable[int]) -> SliceHold | None:
+        """Where work on ``devices`` should wait: they lie in one slice, which is down but on its way back."""
+        slices = {self.topology.slice_of_device(d) for d in devices}
+        if len(slices) != 1 or self.settings.probe_hold_seconds <= 0:
+            return None
+        slice_index = slices.pop()
+        if self.membership.slice_is_up(slice_index) or slice_index in self._given_up:
+            return None
+        hold = self._holds.get(slice_index)
+        if hold is None:
+            now = time.monotonic()
+            expected = self._expected.get(slice_index, 0.0) > now
+            if not expected and not self.membership.slice_is_joining(slice_index):
+                return None
+            hold = SliceHold(slice_index, now, now + self.settings.probe_hold_seconds, self.settings.pending_order_limit)
+            self._holds[slice_index] = hold
+            self.emit("probe_held", slice=slice_index)
+        return hold
+
+    def slice_is_up(self, slice_index: int) -> bool:
+        """Whether every host of a slice is ready."""
+        return self.membership.slice_is_up(slice_index)
+
+    # ---- generations
+
+    def span(self, executors: tuple[ExecutorLink, ...]) -> None:
+        """Make sure that orders sent to these executors from now on run in a common generation."""
+        if len(executors) > 1:
+            current = self.generations.current
+            first = current.get(executors[0].number)
+            if first is not None and all(current.get(e.number) == first for e in executors):
+                return
+            self._apply_generation(self.generations.need([e.number for e in executors]))
+
+    def execution_started(self, execution: int, executors: tuple[ExecutorLink, ...]) -> None:
+        """Remember who runs an execution, to notice when they disagree."""
+        if len(executors) > 1:
+            self._execution_members[execution] = tuple(e.number for e in executors)
+            if len(self._execution_members) > EXECUTIONS_KEPT:
+                self._execution_members.popitem(last=False)
+
+    def execution_failed(self, executor: ExecutorLink, execution: int, status: Status, generation: int) -> None:
+        """A member could not start or finish an execution."""
+        members = self._execution_members.get(execution)
+        if members is None or generation in self._causes or generation == 0:
+            return
+        entry = self._disagreements.get(execution)
+        if entry is None:
+            entry = (time.monotonic() + self.settings.disagreement_seconds, generation, set(), status)
+            self._disagreements[execution] = entry
+        entry[2].add(executor.number)
+
+    def settle(self, status: Status, collective: bool, generation: int, deliver: Callable[[Status], None]) -> None:
+        """Deliver an executor's error, or the loss behind it: a collective's own error waits until it is known why
+        its generation ended."""
+        if not collective:
+            deliver(status)
+            return
+        cause = self._causes.get(generation)
+        if cause is not None:
+            deliver(cause)
+            return
+        self._settling.append((time.monotonic() + self.settings.membership_settle_seconds, generation, status, deliver))
+
+    def _abort_for(self, generation: int, executor_place: str, status: Status) -> None:
+        if status.code is statuses.Code.ABORTED:
+            status = statuses.data_loss(f"generation {generation} ended at {executor_place}: {status.message}")
+        self._causes.setdefault(generation, status)
+        self._apply_generation(self.generations.failed(time.monotonic(), generation, status.message))
+
+    def _apply_generation(self, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case generation_machine.Enter(generation, members):
+                    self._enter(generation, members)
+                case generation_machine.Abort(generation, members, leaving, cause):
+                    self._abort(generation, members, leaving, cause)
+                case generation_machine.Ready(generation, members):
+                    started = self._generation_started.pop(generation, time.monotonic())
+                    self.emit(
+                        "generation_ready", generation=generation, members=self._places(members),
+                        seconds=round(time.monotonic() - started, 4),
+                    )
+                case generation_machine.Recycle(number, generation):
+                    link = self.executors.get(number)
+                    if link is not None:
+                        self.emit("executor_recycled", **self._slot_names(link.slot), reason=f"did not leave generation {generation} in time")
+                        self.apply(self.membership.recycle_executor(
+                            time.monotonic(), number,
+                            membership_machine.Loss(False, f"it did not leave the aborted generation {generation} within drain_deadline_seconds"),
+                        ))  # fmt: skip
+                case generation_machine.Retire(generation):
+                    port = self._services.pop(generation, None)
+                    if port is not None:
+                        self._rendezvous.close_service(port)
+
+    def _enter(self, generation: int, members: tuple[int, ...]) -> None:
+        links = [self.executors[number] for number in members]
+        self._generation_started[generation] = time.monotonic()
+        self.emit("generation_started", generation=generation, members=self._places(members))
+        first_devices = [self.topology.first_device(link.slot) for link in links]
+        for rank, link in enumerate(links):
+            def entered(error: Status | None, fields: list[Any], buffers: list[bytes], link: ExecutorLink = link) -> None:
+                if error is None:
+                    self._apply_generation(self.generations.entered(link.number, generation))
+                elif link.lost is None:
+                    self._abort_for(generation, link.place, error)
+
+            link.request("enter_generation", [generation, rank, first_devices], entered)
+        self._waiting_for_service.append(generation)
+        self._hand_out_services()
+
+    def _hand_out_services(self) -> None:
+        while self._waiting_for_service:
+            generation = self._waiting_for_service[0]
+            record = self.generations.generations.get(generation)
+            if record is None or record.aborted:
+                self._waiting_for_service.pop(0)
+                continue
+            port = self._rendezvous.take_nowait()
+            if port is None:
+                return  # the next tick asks again; members give up after generation_create_timeout_seconds
+            self._waiting_for_service.pop(0)
+            self._services[generation] = port
+            for number in record.members:
+                link = self.executors.get(number)
+                if link is not None:
+                    link.send_aside(["service", generation, f"{self._service_host}:{port}"])
+
+    def _abort(self, generation: int, members: tuple[int, ...], leaving: tuple[int, ...], cause: str) -> None:
+        started = time.monotonic()
+        status = self._causes.setdefault(generation, statuses.data_loss(cause))
+        while len(self._causes) > CAUSES_KEPT:
+            self._causes.popitem(last=False)
+        self._generation_started.pop(generation, None)
+        for number in members:
+            link = self.executors.get(number)
+            if link is not None:
+                link.send_aside(["abort", generation, int(status.code), status.message])
+        self.emit("generation_aborted", generation=generation, cause=status.message)
+        waiting = set(leaving)
+        for number in leaving:
+            link = self.executors.get(number)
+            if link is None:
+                continue
+
+            def left(error: Status | None, fields: list[Any], buffers: list[bytes], number: int = number) -> None:
+                waiting.discard(number)
+                if error is None:
+                    self._apply_generation(self.generations.left(number, generation))
+                if not waiting:
+                    self.emit("survivors_aborted", generation=generation, seconds=round(time.monotonic() - started, 4))
+
+            link.request("leave_generation", [generation], left)
+        settled = [entry for entry in self._settling if entry[1] == generation]
+        self._settling = [entry for entry in self._settling if entry[1] != generation]
+        for _, _, _, deliver in settled:
+            deliver(status)
+
+    # ---- effects of membership
+
+    def apply(self, effects: list[membership_machine.Effect]) -> None:
+        """Carry out what membership decided."""
+        for effect in effects:
+            match effect:
+                case membership_machine.Emit(kind, fields):
+                    self.emit(kind, **fields)
+                    if kind == "slice_ready":
+                        self._slice_ready(fields["slice"])
+                case membership_machine.StartProcess(agent, role, number):
+                    if agent in self.agents:
+                        self.agents[agent].send([f"start_{role}", number])
+                case membership_machine.KillProcess(agent, number, reason):
+                    if agent in self.agents:
+                        self.agents[agent].send(["kill_executor", number, reason])
+                case membership_machine.AssignSlot(agent, slot):
+                    names = self._slot_names(slot)
+                    self.agents[agent].slot = slot
+                    self.agents[agent].send(["assign", names["slice"], names["host"]])
+                case membership_machine.ActivateExecutor(number, slot, _):
+                    self._activate(number, slot)
+                case membership_machine.LoseExecutor(number, slot, loss):
+                    self._lose(number, slot, loss)
+                case membership_machine.CloseAgent(number, reason):
+                    agent_link = self.agents.pop(number, None)
+                    if agent_link is not None:
+                        agent_link.close()
+                case membership_machine.Welcome() | membership_machine.Refuse():
+                    raise AssertionError("answered where the connection is accepted")
+
+    def _activate(self, number: int, slot: int) -> None:
+        link = self.executors[number]
+        link.slot = slot
+        link.place = self.topology.describe_slot(slot)
+        link.send(["assign", slot, self.topology.first_device(slot)])
+        self.generations.add(number)
+        self.slots[slot] = link
+        self.epoch += 1
+
+    def _lose(self, number: int, slot: int, loss: membership_machine.Loss) -> None:
+        link = self.executors.pop(number)
+        self.slots[slot] = None
+        self.epoch += 1
+        status = statuses.Status(
+            statuses.Code.DEADLINE_EXCEEDED if loss.deadline else statuses.Code.DATA_LOSS,
+            f"{link.place} (executor {number}) was lost: {loss.description}",
+        )
+        self._last_loss[slot] = status
+        self._expected.pop(self.topology.slice_of_slot(slot), None)
+        for generation in self.generations.generations.values():
+            if number in generation.members and not generation.aborted and number in generation.remaining:
+                self._causes.setdefault(generation.number, status)
+        # The survivors' collectives first: nobody must wait while the rest is done.
+        self._apply_generation(self.generations.lost(time.monotonic(), number, status.message))
+        for other in self.executors.values():
+            other.send_aside(["peer_lost", number, int(status.code), status.message])
+        link.lose(loss.deadline, loss.description)
+        for callback in self.on_loss:
+            callback(link)
+
+    def _slice_ready(self, slice_index: int) -> None:
+        self._expected.pop(slice_index, None)
+        self._given_up.pop(slice_index, None)
+        hold = self._holds.pop(slice_index, None)
+        if hold is not None:
+            self.emit("probe_answered", slice=slice_index, held_seconds=round(time.monotonic() - hold.opened, 4), ok=True)
+            hold.finish(None)
+
+    # ---- what the launcher says
+
+    def expect(self, slice_index: int) -> None:
+        """A replacement for a host of this slice is being started."""
+        self._expected[slice_index] = time.monotonic() + EXPECTED_FOR_SECONDS
+        self._given_up.pop(slice_index, None)
+
+    def give_up(self, slice_index: int, reason: str) -> None:
+        """No replacement will come."""
+        self._given_up[slice_index] = reason
+        self._expected.pop(slice_index, None)
+        self._spans_epoch = -1
+
+    def explain_loss(self, slot: int, description: str) -> None:
+        """Add what the launcher or the agent knows of a loss to what users read."""
+        last = self._last_loss[slot]
+        if last is not None and description not in last.message:
+            self._last_loss[slot] = Status(last.code, f"{last.message} ({description})")
+            self._spans_epoch = -1
+
+    # ---- time
+
+    def tick(self) -> None:
+        """Apply every deadline; called every `TICK_SECONDS`."""
+        now = time.monotonic()
+        self.apply(self.membership.tick(now))
+        progressed = {number: link.progressed for number, link in self.executors.items()}
+        self._apply_generation(self.generations.tick(now, self.settings.drain_deadline_seconds, progressed))
+        self._hand_out_services()
+        for link in self.executors.values():
+            link.flush_frees()
+        for slice_index, hold in list(self._holds.items()):
+            if now >= hold.deadline:
+                del self._holds[slice_index]
+                self.emit("probe_answered", slice=slice_index, held_seconds=round(now - hold.opened, 4), ok=False)
+                missing = next((s for s in self.topology.slots_of_slice(slice_index) if self.slots[s] is None), None)
+                hold.finish(None if missing is None else self.loss_of_slot(missing))
+        for execution, (deadline, generation, failed, status) in list(self._disagreements.items()):
+            members = self._execution_members.get(execution, ())
+            collective = status.code is statuses.Code.ABORTED
+            if generation in self._causes or (failed >= set(members) and not collective):
+                del self._disagreements[execution]
+            elif now >= deadline:
+                del self._disagreements[execution]
+                place = next((e.place for n in failed if (e := self.executors.get(n)) is not None), "a member")
+                self._abort_for(generation, place, status)
+        late = [entry for entry in self._settling if now >= entry[0]]
+        for entry in late:
+            if entry in self._settling:
+                self._abort_for(entry[1], "one of its members", entry[2])
+        # A generation that had ended before its cause was forgotten:
+        stale = [entry for entry in self._settling if now >= entry[0]]
+        self._settling = [entry for entry in self._settling if entry not in stale]
+        for _, generation, status, deliver in stale:
+            deliver(self._causes.get(generation, statuses.data_loss(status.message)))
+
+    # ---- names
+
+    def _slot_names(self, slot: int) -> dict[str, int]:
+        return {"slice": self.topology.slice_of_slot(slot), "host": self.topology.host_of_slot(slot)}
+
+    def _places(self, members: Iterable[int]) -> list[list[int]]:
+        return [list(self._slot_names(link.slot).values()) for n in members if (link := self.executors.get(n)) is not None]

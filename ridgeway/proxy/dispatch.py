@@ -1,0 +1,315 @@
+"""The dispatcher: turns what sessions want into orders, one sequence for all executors.
+
+Order is correctness: two programs in different order on two members of a generation give silently wrong numbers.
+So everything is dispatched in one thread, an order goes to all of its executors before the next is made, and links
+are first in, first out.  Nothing here waits: bytes that are still on their way are promised to executors by token.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.cluster.resource_manager import ResourceManager
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Status
+from ridgeway.proxy.arrays import Array, BufferGroup
+from ridgeway.proxy.executables import Executable
+from ridgeway.proxy.host_buffers import HostBufferStore
+from ridgeway.proxy.programs import Programs
+from ridgeway.transport import frames
+
+Done = Callable[[Status | None], None]
+Fetched = Callable[[Status | None, bytes], None]
+
+
+class HostPart:
+    """One host buffer of an array: where in the array's device order it goes, and how it is laid out."""
+
+    __slots__ = ("handle", "indices", "shape", "strides")
+
+    def __init__(self, indices: Sequence[int], shape: tuple[int, ...], strides: tuple[int, ...] | None, handle: int):
+        self.indices = indices
+        self.shape = shape
+        self.strides = strides
+        self.handle = handle
+
+
+class Dispatcher:
+    """Used by every session of a head."""
+
+    def __init__(self, manager: ResourceManager, programs: Programs):
+        self.manager = manager
+        self.programs = programs
+        self._numbers = itertools.count(1)
+        self._tokens = itertools.count(1)
+        self._executions = itertools.count(1)
+
+    def _group(self, executors: tuple[ExecutorLink, ...]) -> BufferGroup:
+        return BufferGroup(next(self._numbers), executors)
+
+    # ---- host to devices
+
+    def put(self, array: Array, parts: list[HostPart], buffers: HostBufferStore) -> None:
+        """Fill an array from host buffers, which may not be here yet."""
+        executors = self.manager.executors_of(array.devices)
+        if isinstance(executors, Status):
+            hold = self.manager.hold_for(array.devices)
+            if hold is None:
+                self._discard(parts, buffers)
+                array.fail(executors)
+                return
+            array.held = hold
+
+            def go_on(error: Status | None) -> None:
+                if error is not None:
+                    self._discard(parts, buffers)
+                    array.fail(error)
+                else:
+                    self.put(array, parts, buffers)
+
+            hold.defer(go_on)
+            return
+        group = self._group(executors)
+        here = [buffers.take(part.handle) for part in parts]
+        tokens = [next(self._tokens) if data is None else None for data in here]
+        receivers: dict[int, list[ExecutorLink]] = {}
+        for executor in executors:
+            orders, attached = [], []
+            for position, part in enumerate(parts):
+                mine = [d for i in part.indices if self.manager.executor_of_device(d := array.devices[i]) is executor]
+                if not mine:
+                    continue
+                data = here[position]
+                if data is None:
+                    orders.append([mine, part.shape, part.strides, None, tokens[position]])
+                    receivers.setdefault(position, []).append(executor)
+                else:
+                    orders.append([mine, part.shape, part.strides, len(attached), None])
+                    attached.append(data)
+            executor.send(["put", group.number, array.kind, array.sharding.memory_kind, orders], attached)
+        for position, links in receivers.items():
+            buffers.when_here(parts[position].handle, _forward_data(links, tokens[position]))
+        array.bind(group)
+
+    def _discard(self, parts: list[HostPart], buffers: HostBufferStore) -> None:
+        for part in parts:
+            if buffers.take(part.handle) is None:
+                buffers.when_here(part.handle, lambda _: None)
+
+    # ---- programs
+
+    def execute(
+        self, executable: Executable, arguments: list[Array], results: list[Array], kept: Sequence[int], done: Done | None
+    ) -> None:
+        """Start an execution; ``done`` is called when it is complete everywhere. Arguments in ``kept`` are not
+        donated even if the program would."""
+        problem: Status | None = None
+        hold = None
+        for argument in arguments:
+            hold = hold or argument.held
+            problem = problem or argument.problem(self.manager)
+        if problem is None:
+            if executable.epoch != self.manager.epoch:
+                executable.executors = self.manager.executors_of(executable.devices)
+                executable.epoch = self.manager.epoch
+            if isinstance(executable.executors, Status):
+                problem = executable.executors
+                hold = hold or self.manager.hold_for(executable.devices)
+        if hold is not None and (problem is None or isinstance(executable.executors, Status)):
+            for result in results:
+                result.held = hold
+
+            def go_on(error: Status | None) -> None:
+                if error is None:
+                    self.execute(executable, arguments, results, kept, done)
+                else:
+                    self._fail_execution(error, executable, arguments, results, kept, done)
+
+            hold.defer(go_on)
+            return
+        references = None if problem is not None else self._references(executable, arguments)
+        if isinstance(references, Status):
+            problem, references = references, None
+        if problem is not None or references is None:
+            self._fail_execution(problem or statuses.internal("no arguments"), executable, arguments, results, kept, done)
+            return
+        executors = executable.executors
+        assert not isinstance(executors, Status)
+        self.manager.span(executors)
+        self.programs.ensure_loaded(executable, executors)
+        execution = next(self._executions)
+        executable.executions += 1
+        groups = [self._group(executors) for _ in results]
+        fields = [execution, executable.program, references, [g.number for g in groups], list(kept)]
+        if done is None:
+            frame = frames.pack(["execute", *fields])
+            for executor in executors:
+                executor.send_packed(frame)
+        else:
+            reply = _all_of(len(executors), done)
+            for executor in executors:
+                executor.request("execute_and_tell", fields, reply)
+        self.manager.execution_started(execution, executors)
+        for result, group in zip(results, groups, strict=True):
+            result.bind(group)
+        self._consume(executable, arguments, kept)
+
+    def _fail_execution(
+        self, error: Status, executable: Executable, arguments: list[Array], results: list[Array], kept: Sequence[int],
+        done: Done | None,
+    ) -> None:
+        for result in results:
+            result.fail(error)
+        self._consume(executable, arguments, kept)
+        if done is not None:
+            done(error)
+
+    def _consume(self, executable: Executable, arguments: list[Array], kept: Sequence[int]) -> None:
+        for index in executable.donated:
+            if index not in kept and index < len(arguments):
+                arguments[index].delete()
+
+    def _references(self, executable: Executable, arguments: list[Array]) -> list[Any] | Status:
+        devices = executable.devices
+        references: list[Any] = []
+        for index, argument in enumerate(arguments):
+            groups = argument.groups
+            if type(groups) is BufferGroup and (argument.devices is devices or argument.devices == devices):
+                references.append(groups.number)
+                continue
+            if groups is None:
+                return statuses.invalid_argument(f"argument {index} of {executable.name} has no buffers")
+            group_of = {d: argument.group_at(i).number for i, d in enumerate(argument.devices)}
+            try:
+                references.append([[d, group_of[d]] for d in devices])
+            except KeyError:
+                return statuses.invalid_argument(
+                    f"argument {index} of {executable.name} lies on devices {list(argument.devices)}, "
+                    f"the program runs on {list(devices)}"
+                )
+        return references
+
+    # ---- devices to host
+
+    def ready(self, arrays: Sequence[Array], done: Done) -> None:
+        """``done(None)`` when every shard of every array is computed, or the first error."""
+        for array in arrays:
+            error = array.problem(self.manager)
+            if error is not None:
+                done(error)
+                return
+            if array.held is not None:
+                array.held.defer(lambda error: done(error) if error is not None else self.ready(arrays, done))
+                return
+        wanted: dict[ExecutorLink, dict[int, None]] = {}
+        for array in arrays:
+            for group in _groups_of(array):
+                for executor in group.executors:
+                    wanted.setdefault(executor, {})[group.number] = None
+        reply = _all_of(len(wanted), done)
+        if not wanted:
+            done(None)
+        for executor, groups in wanted.items():
+            executor.request("ready", [list(groups)], reply)
+
+    def fetch(self, array: Array, strides: tuple[int, ...] | None, done: Fetched) -> None:
+        """The bytes of an array's first shard (of a single-device or fully replicated array: all of it)."""
+        error = array.problem(self.manager)
+        if error is not None:
+            done(error, b"")
+            return
+        if array.held is not None:
+            array.held.defer(lambda error: done(error, b"") if error is not None else self.fetch(array, strides, done))
+            return
+        if array.strings is not None:
+            done(None, array.strings)
+            return
+        device = array.devices[0]
+        group = array.group_at(0)
+        executor = _executor_with(group, device, self.manager)
+        executor.request(
+            "fetch", [group.number, device, strides],
+            lambda error, fields, buffers: done(error, b"" if error is not None else buffers[0]),
+        )
+
+    # ---- devices to devices
+
+    def copy(self, source: Array, target: Array) -> None:
+        """Copy shard by shard to the target's devices and memory kind; the i-th shard goes to the i-th device."""
+        error = source.problem(self.manager)
+        if error is not None:
+            target.fail(error)
+            return
+        executors = self.manager.executors_of(target.devices)
+        hold = source.held or (self.manager.hold_for(target.devices) if isinstance(executors, Status) else None)
+        if hold is not None:
+            target.held = hold
+            hold.defer(lambda error: target.fail(error) if error is not None else self.copy(source, target))
+            return
+        if isinstance(executors, Status):
+            target.fail(executors)
+            return
+        if source.strings is not None:
+            target.strings = source.strings
+            return
+        parts: dict[ExecutorLink, list[Any]] = {executor: [] for executor in executors}
+        sends: dict[tuple[ExecutorLink, int, int], list[Any]] = {}
+        for index, device in enumerate(target.devices):
+            from_device = source.devices[index]
+            group = source.group_at(index)
+            sender = _executor_with(group, from_device, self.manager)
+            receiver = self.manager.executor_of_device(device)
+            assert receiver is not None
+            if sender is receiver:
+                parts[receiver].append([device, group.number, from_device, None, None])
+            else:
+                token = next(self._tokens)
+                parts[receiver].append([device, None, from_device, token, sender.number])
+                sends.setdefault((sender, group.number, from_device), []).append(
+                    [token, receiver.transfer_host, receiver.transfer_port]
+                )
+        for (sender, number, from_device), targets in sends.items():
+            sender.send(["send", number, from_device, targets])
+        result = self._group(executors)
+        for executor, mine in parts.items():
+            executor.send(["copy", result.number, target.sharding.memory_kind, mine])
+        target.bind(result)
+
+
+def _groups_of(array: Array) -> Sequence[BufferGroup]:
+    groups = array.groups
+    if groups is None:
+        return ()
+    return groups if isinstance(groups, tuple) else (groups,)
+
+
+def _executor_with(group: BufferGroup, device: int, manager: ResourceManager) -> ExecutorLink:
+    slot = manager.topology.slot_of_device(device)
+    return next(executor for executor in group.executors if executor.slot == slot)
+
+
+def _forward_data(links: list[ExecutorLink], token: int | None) -> Callable[[bytes | Status], None]:
+    def arrived(data: bytes | Status) -> None:
+        for link in links:
+            if isinstance(data, Status):
+                link.send_aside(["data_failed", token, int(data.code), data.message])
+            else:
+                link.send_aside(["data", token], [data])
+
+    return arrived
+
+
+def _all_of(count: int, done: Done) -> Callable[[Status | None, list[Any], list[bytes]], None]:
+    """A reply callback that calls ``done`` after ``count`` replies, or at the first error."""
+    left = count
+
+    def reply(error: Status | None, fields: list[Any], buffers: list[bytes]) -> None:
+        nonlocal left
+        if left <= 0:
+            return
+        left = 0 if error is not None else left - 1
+        if left == 0:
+            done(error)
+
+    return reply

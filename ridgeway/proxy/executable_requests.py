@@ -1,0 +1,235 @@
+"""Handlers of requests about executables. Each: (session, request, response, later) -> None or LATER."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ridgeway.protocol import messages
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
+from ridgeway.proxy.arrays import Array
+from ridgeway.proxy.executables import Executable
+from ridgeway.proxy.services import Handler
+from ridgeway.proxy.session import LATER, Session
+
+XLA_PROGRAM = "xla::ifrt::XlaProgram"
+
+Later = Callable[[Status | None], None]
+
+_tasks: set[asyncio.Task[None]] = set()
+"""Keeps running compilations from being collected."""
+
+
+def _in_background(session: Session, name: str, work: Any, later: Later) -> None:
+    async def guarded() -> None:
+        try:
+            await work
+        except StatusError as error:
+            later(error.status)
+        except Exception as error:
+            session.services.report_bug(name, error)
+            later(statuses.internal(f"the proxy failed at {name}: {error!r}"))
+        else:
+            later(None)
+
+    task = asyncio.get_running_loop().create_task(guarded())
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
+    program = request.program
+    if program.type_name != XLA_PROGRAM:
+        raise statuses.unimplemented(f"programs of type {program.type_name} are not supported").error()
+    if request.host_callbacks:
+        raise statuses.unimplemented("host callbacks are not supported by this version").error()
+    options = messages.XlaCompileOptionsProto.FromString(request.compile_options.data).compile_options
+    assignment = _take_assignment(session, options)
+    serialized_options = options.SerializeToString(deterministic=True)
+
+    async def work() -> None:
+        compiled = await session.services.programs.compile(
+            program.data, serialized_options, len(assignment), len(assignment[0]), session.number
+        )
+        if session.ended:
+            return
+        executable = Executable(compiled, assignment)
+        session.services.programs.retain(executable)
+        handle = session.new_handle()
+        session.executables[handle] = executable
+        response.loaded_executable_handle = handle
+        response.name = executable.name
+        response.num_devices = len(executable.devices)
+        response.device_ids.extend(executable.devices)
+        response.addressable_device_ids.extend(executable.devices)
+        response.fingerprint_value = compiled.key.encode()
+        response.ready_future_handle, _ = session.new_future(OK)
+
+    _in_background(session, "compile", work(), later)
+    return LATER
+
+
+def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], ...]:
+    """The device ids by replica and partition, cleared from the options so that they do not distinguish programs."""
+    build = options.executable_build_options
+    given = build.device_assignment
+    if not given.computation_devices:
+        raise statuses.unimplemented("programs without a device assignment are not supported").error()
+    assignment = tuple(
+        tuple(int(computation.replica_device_ids[replica]) for computation in given.computation_devices)
+        for replica in range(given.replica_count)
+    )
+    known = session.services.manager.topology.devices
+    if any(not 0 <= device < known for row in assignment for device in row):
+        raise statuses.invalid_argument(f"a program for devices {assignment}; this cluster has 0..{known - 1}").error()
+    build.ClearField("device_assignment")
+    build.ClearField("device_ordinal")
+    return assignment
+
+
+def loaded_executable_metadata(session: Session, request: Any, response: Any, later: Later) -> None:
+    executable = session.executable(request.loaded_executable_handle)
+    metadata = executable.compiled.metadata
+    for name in ("parameter_shardings", "output_shardings"):
+        values = metadata[name]
+        if values is not None:
+            field = getattr(response, name)
+            field.SetInParent()
+            for value in values:
+                field.shardings.append(messages.OpSharding.FromString(value))
+    for name in ("parameter_layouts", "output_layouts"):
+        _fill_layouts(response, name, metadata[name])
+    response.output_memory_kinds.status.SetInParent()
+    kinds = response.output_memory_kinds.memory_kind_lists.add()
+    kinds.memory_kinds.extend(metadata["output_memory_kinds"])
+    response.donated_input_indices.SetInParent()
+    response.donated_input_indices.donated_input_indices.extend(metadata["donated"])
+    stats = response.compiled_memory_stats
+    stats.SetInParent()
+    names = {field.name for field in stats.DESCRIPTOR.fields}
+    for name, value in metadata["memory_stats"].items():
+        if name in names:
+            setattr(stats, name, value)
+    response.size_of_generated_code_in_bytes = metadata["generated_code_bytes"]
+
+
+_LAYOUT = re.compile(r"\{([\d,]*)(?::E\((\d+)\))?\}")
+
+
+def _fill_layouts(response: Any, name: str, texts: list[str]) -> None:
+    parsed = [_LAYOUT.fullmatch(text) for text in texts]
+    if None in parsed:
+        error = statuses.unimplemented("layouts with tiles are not described")
+        fill_status_proto(getattr(response, name + "_error"), error)
+        return
+    listed = getattr(response, name + "_list")
+    listed.SetInParent()
+    for match in parsed:
+        assert match is not None
+        layout = listed.layouts.add()
+        layout.minor_to_major.extend(int(n) for n in match[1].split(",") if n)
+        if match[2]:
+            layout.element_size_in_bits = int(match[2])
+
+
+def loaded_executable_execute(session: Session, request: Any, response: Any, later: Later) -> None:
+    executable = session.executable(request.loaded_executable_handle)
+    services = session.services
+    options = request.execute_options
+    arrays = session.arrays
+    try:
+        arguments = [arrays[handle] for handle in request.args_handles]
+    except KeyError as missing:
+        raise statuses.invalid_argument(f"this session has no array {missing}").error() from None
+    if len(arguments) != executable.arguments:
+        raise statuses.invalid_argument(
+            f"{executable.name} takes {executable.arguments} arguments, not {len(arguments)}"
+        ).error()
+    results = [Array(kind, shape, sharding) for kind, shape, sharding in executable.outputs]
+    given = request.result_array_handle
+    if given and len(given) != len(results):
+        raise statuses.invalid_argument(f"{executable.name} has {len(results)} results, not {len(given)}").error()
+    if given:
+        for handle, result in zip(given, results, strict=True):
+            session.bind_array(handle, result)
+    else:
+        response.MergeFrom(executable.response)
+        for output, result in zip(response.outputs, results, strict=True):
+            output.array_handle = session.bind_array(0, result)
+    watchers: list[Callable[[Status | None], None]] = []
+    if options.fill_status or request.result_status_handle:
+        response.status_handle, future = session.new_future(None, request.result_status_handle)
+        watchers.append(future.resolve)
+    if services.observer.executing(session, executable):
+        started = time.monotonic()
+        watchers.append(lambda status: services.observer.executed(session, executable, started, status))
+
+    def done(status: Status | None) -> None:
+        for watcher in watchers:
+            watcher(status)
+
+    services.dispatcher.execute(
+        executable, arguments, results, options.non_donatable_input_indices, done if watchers else None
+    )
+
+
+def loaded_executable_fetch_execute_result(session: Session, request: Any, response: Any, later: Later) -> Any:
+    return _await_future(session, request.result_status_handle, later)
+
+
+def check_future(session: Session, request: Any, response: Any, later: Later) -> Any:
+    return _await_future(session, request.future_handle, later)
+
+
+def _await_future(session: Session, handle: int, later: Later) -> Any:
+    future = session.futures.pop(handle, None)
+    if future is None:
+        raise statuses.invalid_argument(f"this session has no future {handle}").error()
+    future.when_done(later)
+    return LATER
+
+
+def loaded_executable_cost_analysis(session: Session, request: Any, response: Any, later: Later) -> None:
+    executable = session.executable(request.loaded_executable_handle)
+    response.attributes.version_number = 0
+    for name, value in executable.compiled.metadata["cost_analysis"].items():
+        response.attributes.attributes[name].float_value = value
+
+
+def loaded_executable_human_readable_program_text(session: Session, request: Any, response: Any, later: Later) -> Any:
+    compiled = session.executable(request.loaded_executable_handle).compiled
+
+    async def work() -> None:
+        response.human_readable_program_text = await session.services.manager.compilers.program_text(
+            compiled.serialized, compiled.options, compiled.replicas, compiled.partitions
+        )
+
+    _in_background(session, "human_readable_program_text", work(), later)
+    return LATER
+
+
+def loaded_executable_delete(session: Session, request: Any, response: Any, later: Later) -> None:
+    session.executable(request.loaded_executable_handle)
+    response.future_handle, _ = session.new_future(OK)
+
+
+def loaded_executable_is_deleted(session: Session, request: Any, response: Any, later: Later) -> None:
+    response.is_deleted = request.loaded_executable_handle not in session.executables
+
+
+def loaded_executable_destruct(session: Session, request: Any, response: Any, later: Later) -> None:
+    executable = session.executables.pop(request.loaded_executable_handle, None)
+    if executable is not None:
+        session.services.programs.release(executable)
+
+
+HANDLERS: dict[str, Handler] = {
+    name: globals()[name]
+    for name in (
+        "compile", "loaded_executable_metadata", "loaded_executable_execute", "loaded_executable_fetch_execute_result",
+        "check_future", "loaded_executable_cost_analysis", "loaded_executable_human_readable_program_text",
+        "loaded_executable_delete", "loaded_executable_is_deleted", "loaded_executable_destruct",
+    )
+}  # fmt: skip

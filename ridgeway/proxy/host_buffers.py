@@ -1,0 +1,74 @@
+"""Host buffers of one session: bytes that travel beside the requests that name them, in either order."""
+
+import time
+from collections.abc import Callable
+
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Status
+
+Arrival = Callable[[bytes | Status], None]
+
+
+class HostBufferStore:
+    """Bytes by handle, and who waits for which; bounded in bytes."""
+
+    def __init__(self, limit_bytes: int, timeout_seconds: float):
+        self._limit_bytes = limit_bytes
+        self._timeout_seconds = timeout_seconds
+        self._buffers: dict[int, bytes] = {}
+        self._waiting: dict[int, tuple[float, list[Arrival]]] = {}
+        self.bytes = 0
+
+    def put(self, handle: int, data: bytes) -> None:
+        """A buffer is complete.
+
+        Raises:
+          statuses.StatusError: RESOURCE_EXHAUSTED, more bytes wait than the session may have.
+        """
+        waiting = self._waiting.pop(handle, None)
+        if waiting is not None:
+            for arrival in waiting[1]:
+                arrival(data)
+            return
+        if self.bytes + len(data) > self._limit_bytes:
+            raise statuses.resource_exhausted(
+                f"host buffers of this session would exceed {self._limit_bytes} bytes (host_buffer_limit_bytes)"
+            ).error()
+        self._buffers[handle] = data
+        self.bytes += len(data)
+
+    def take(self, handle: int) -> bytes | None:
+        """The buffer if it is here; it is forgotten."""
+        data = self._buffers.pop(handle, None)
+        if data is not None:
+            self.bytes -= len(data)
+        return data
+
+    def peek(self, handle: int) -> bytes | None:
+        """The buffer if it is here; it stays."""
+        return self._buffers.get(handle)
+
+    def when_here(self, handle: int, arrival: Arrival) -> None:
+        """Call ``arrival`` with the buffer, which is not here yet, or with an error after the timeout."""
+        _, arrivals = self._waiting.setdefault(handle, (time.monotonic() + self._timeout_seconds, []))
+        arrivals.append(arrival)
+
+    def tick(self) -> None:
+        """Fail what waited too long."""
+        now = time.monotonic()
+        for handle in [h for h, (deadline, _) in self._waiting.items() if now >= deadline]:
+            _, arrivals = self._waiting.pop(handle)
+            error = statuses.deadline_exceeded(
+                f"host buffer {handle} did not arrive within {self._timeout_seconds} s (host_buffer_timeout_seconds)"
+            )
+            for arrival in arrivals:
+                arrival(error)
+
+    def close(self) -> None:
+        """The session ended: nothing more will come."""
+        waiting, self._waiting = self._waiting, {}
+        for _, arrivals in waiting.values():
+            for arrival in arrivals:
+                arrival(statuses.data_loss("the client went away"))
+        self._buffers.clear()
+        self.bytes = 0

@@ -1,0 +1,101 @@
+"""Compile once: the head's table of compiled programs, over the persistent cache and the compiler processes."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.cluster.resource_manager import ResourceManager
+from ridgeway.proxy.compile_cache import CompileCache
+from ridgeway.proxy.executables import CompiledProgram, Executable, program_key
+
+IDLE_PROGRAMS_KEPT = 256
+COMPILED_KEPT = 512
+
+
+class Programs:
+    """Shared by all sessions of a head."""
+
+    def __init__(self, manager: ResourceManager, cache: CompileCache, platform: str, emit: Callable[..., Any]):
+        self._manager = manager
+        self.cache = cache
+        self._platform = platform
+        self._emit = emit
+        self._compiled: OrderedDict[str, CompiledProgram] = OrderedDict()
+        self._running: dict[str, asyncio.Task[CompiledProgram]] = {}
+        self._users: dict[str, int] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+
+    async def compile(
+        self, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int
+    ) -> CompiledProgram:
+        """The compiled program, from memory, disk or a compiler; the same request twice at once compiles once.
+
+        Raises:
+          statuses.StatusError: see `cluster.compilers.CompilerPool.compile`.
+        """
+        key = program_key(artifact, options, replicas, partitions, f"{self._platform} {self._manager.compilers.environment}")
+        started = time.monotonic()
+        found = self._compiled.get(key)
+        hit = found is not None
+        if found is not None:
+            self._compiled.move_to_end(key)
+            self.cache.hits += 1
+        else:
+            task = self._running.get(key)
+            if task is None:
+                task = asyncio.create_task(self._make(key, artifact, options, replicas, partitions))
+                self._running[key] = task
+                task.add_done_callback(lambda _: self._running.pop(key, None))
+            before = self.cache.hits
+            found = await asyncio.shield(task)
+            hit = self.cache.hits > before
+        self._emit(
+            "compiled", program=key[:16], name=found.metadata["name"], seconds=round(time.monotonic() - started, 4),
+            cache="hit" if hit else "miss", session=session, devices=replicas * partitions,
+        )  # fmt: skip
+        return found
+
+    async def _make(self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int) -> CompiledProgram:
+        stored = await asyncio.to_thread(self.cache.load, key)
+        if stored is None:
+            metadata, serialized = await self._manager.compilers.compile(artifact, options, replicas, partitions)
+            await asyncio.to_thread(self.cache.store, key, metadata, serialized)
+        else:
+            metadata, serialized = stored
+        compiled = CompiledProgram(key, metadata, serialized, options, replicas, partitions)
+        self._compiled[key] = compiled
+        while len(self._compiled) > COMPILED_KEPT:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def retain(self, executable: Executable) -> None:
+        """A session made an executable."""
+        self._users[executable.program] = self._users.get(executable.program, 0) + 1
+        self._idle.pop(executable.program, None)
+
+    def release(self, executable: Executable) -> None:
+        """A session dropped one; executors keep the program a while, since recovery makes the same one again."""
+        left = self._users[executable.program] - 1
+        if left:
+            self._users[executable.program] = left
+            return
+        del self._users[executable.program]
+        self._idle[executable.program] = None
+        while len(self._idle) > IDLE_PROGRAMS_KEPT:
+            program, _ = self._idle.popitem(last=False)
+            for link in self._manager.executors.values():
+                if program in link.loaded_programs:
+                    link.loaded_programs.discard(program)
+                    link.send(["unload", [program]])
+
+    def ensure_loaded(self, executable: Executable, executors: tuple[ExecutorLink, ...]) -> None:
+        """Give the program to those executors that do not have it."""
+        order: tuple[list[Any], list[bytes]] | None = None
+        for link in executors:
+            if executable.program not in link.loaded_programs:
+                order = order or executable.load_order()
+                link.send(*order)
+                link.loaded_programs.add(executable.program)

@@ -1,0 +1,194 @@
+"""The gRPC service that jaxlib's IFRT proxy client connects to (``xla.ifrt.proxy.GrpcIfrtService``)."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ridgeway.protocol import messages, versions
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import StatusError
+from ridgeway.proxy.services import Services
+from ridgeway.proxy.session import Session
+
+SESSION_METADATA = "ifrt-proxy-grpc-ifrt-session-metadata-bin"
+HOST_BUFFER_METADATA = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
+LOOKUP_CHUNK_BYTES = 2 << 20
+TICK_SECONDS = 0.25
+
+_GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class ProxyServer:
+    """Sessions over gRPC; everything runs in one event loop."""
+
+    def __init__(self, services: Services):
+        self._services = services
+        self._session_numbers = itertools.count(1)
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Serve; returns the port.
+
+        Raises:
+          OSError: the address cannot be used.
+        """
+        limit = self._services.settings.request_limit_bytes
+        server = grpc.aio.server(options=[
+            ("grpc.max_receive_message_length", min(limit, 2**31 - 1)), ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0), ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ])  # fmt: skip
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE_NAME, {
+            "GetVersion": grpc.unary_unary_rpc_method_handler(self._get_version),
+            "IfrtSession": grpc.stream_stream_rpc_method_handler(self._session),
+            "HostBufferStore": grpc.stream_unary_rpc_method_handler(self._store),
+            "HostBufferLookup": grpc.unary_stream_rpc_method_handler(self._lookup),
+            "HostBufferDelete": grpc.unary_unary_rpc_method_handler(self._delete),
+        }),))  # fmt: skip
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"{host}:{port}: {error}") from None
+        if bound == 0:
+            raise OSError(f"{host}:{port} cannot be used")
+        await server.start()
+        self._server = server
+        return bound
+
+    async def run_ticks(self) -> None:
+        """Apply the sessions' deadlines until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            for session in list(self._services.sessions.values()):
+                session.tick()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Stop serving; calls in flight get the grace."""
+        if self._server is not None:
+            await self._server.stop(grace_seconds)
+
+    async def _get_version(self, data: bytes, context: Any) -> bytes:
+        request = messages.GrpcGetVersionRequest.FromString(data)
+        try:
+            version = versions.negotiate(
+                versions.version_from_proto(request.min_version), versions.version_from_proto(request.max_version)
+            )
+        except StatusError as error:
+            self._services.emit("client_refused", client=context.peer(), reason=error.status.message)
+            await context.abort(_GRPC_CODES[int(error.status.code)], error.status.message)
+            raise AssertionError("abort raises") from None
+        response = messages.GrpcGetVersionResponse()
+        versions.fill_version_proto(response.version, version)
+        return response.SerializeToString()
+
+    async def _session(self, requests: Any, context: Any) -> None:
+        metadata = dict(context.invocation_metadata() or ())
+        raw = metadata.get(SESSION_METADATA)
+        proto = messages.GrpcIfrtSessionMetadata.FromString(raw or b"")
+        try:
+            offered = versions.version_from_proto(proto.version)
+            version = versions.negotiate(offered, offered)
+        except StatusError as error:
+            await context.abort(_GRPC_CODES[int(error.status.code)], error.status.message)
+            raise AssertionError("abort raises") from None
+        services = self._services
+        responses: asyncio.Queue[bytes | None] = asyncio.Queue()
+        limit = services.settings.session_response_limit
+        overflow = asyncio.Event()
+
+        def send(data: bytes) -> None:
+            if responses.qsize() >= limit:
+                overflow.set()
+            else:
+                responses.put_nowait(data)
+
+        session = Session(next(self._session_numbers), services, version, str(context.peer()), send)
+        services.sessions[session.number] = session
+
+        async def write() -> None:
+            while (data := await responses.get()) is not None:
+                await context.write(data)
+
+        writer = asyncio.create_task(write())
+        reason = "the client disconnected"
+        try:
+            async for data in requests:
+                session.on_request(data)
+                if overflow.is_set():
+                    reason = "the client reads no responses (session_response_limit)"
+                    break
+                await self._relieve()
+                if writer.done():
+                    break
+        except StatusError as error:
+            reason = error.status.message
+            await context.abort(_GRPC_CODES[int(error.status.code)], error.status.message)
+        except (asyncio.CancelledError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            reason = f"the client's connection ended ({type(error).__name__})"
+            raise
+        finally:
+            session.end(reason)
+            responses.put_nowait(None)
+            writer.cancel()
+
+    async def _relieve(self) -> None:
+        """Make this session wait while an executor has far too much unsent."""
+        limit = self._services.settings.link_buffer_limit_bytes
+        for executor in self._services.manager.slots:
+            if executor is not None and executor.link.unsent_bytes > limit:
+                # A lost executor's link is closed, which ends the wait: detection bounds it.
+                await executor.link.drain()
+
+    def _session_by_number(self, number: int) -> Session | None:
+        return self._services.sessions.get(number)
+
+    async def _store(self, requests: Any, context: Any) -> bytes:
+        metadata = dict(context.invocation_metadata() or ())
+        about = messages.GrpcHostBufferStoreMetadata.FromString(metadata.get(HOST_BUFFER_METADATA) or b"")
+        chunks, size = [], 0
+        limit = self._services.settings.host_buffer_limit_bytes
+        async for data in requests:
+            chunk = messages.GrpcHostBufferStoreRequest.FromString(data).data
+            size += len(chunk)
+            if size > min(limit, about.buffer_size):
+                await self._abort(context, statuses.invalid_argument(
+                    f"host buffer {about.handle}: more bytes than the {about.buffer_size} that were announced"))
+            chunks.append(chunk)
+        session = self._session_by_number(about.session_id)
+        if session is None:
+            await self._abort(context, statuses.invalid_argument(f"there is no session {about.session_id}"))
+            raise AssertionError("abort raises")
+        if size != about.buffer_size:
+            await self._abort(context, statuses.invalid_argument(
+                f"host buffer {about.handle}: {size} bytes arrived, {about.buffer_size} were announced"))
+        try:
+            session.buffers.put(about.handle, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+        except StatusError as error:
+            await self._abort(context, error.status)
+        return messages.GrpcHostBufferStoreResponse().SerializeToString()
+
+    async def _abort(self, context: Any, status: statuses.Status) -> None:
+        await context.abort(_GRPC_CODES[int(status.code)], status.message)
+
+    async def _lookup(self, data: bytes, context: Any) -> None:
+        request = messages.GrpcHostBufferLookupRequest.FromString(data)
+        session = self._session_by_number(request.session_id)
+        found = None if session is None else session.buffers.peek(request.handle)
+        if found is None:
+            await self._abort(context, statuses.invalid_argument(
+                f"session {request.session_id} has no host buffer {request.handle}"))
+            raise AssertionError("abort raises")
+        view = memoryview(found)
+        for start in range(0, max(len(view), 1), LOOKUP_CHUNK_BYTES):
+            chunk = messages.GrpcHostBufferLookupResponse(data=bytes(view[start : start + LOOKUP_CHUNK_BYTES]))
+            await context.write(chunk.SerializeToString())
+
+    async def _delete(self, data: bytes, context: Any) -> bytes:
+        request = messages.GrpcHostBufferDeleteRequest.FromString(data)
+        session = self._session_by_number(request.session_id)
+        if session is not None:
+            session.buffers.take(request.handle)
+        return messages.GrpcHostBufferDeleteResponse().SerializeToString()

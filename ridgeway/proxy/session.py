@@ -1,0 +1,206 @@
+"""One client's session: its tables, and its requests in strict order.
+
+Handles restart at 1 in every client, so every table is the session's own.  A request is handled at once and in
+order; what cannot be known yet is answered later, by its ``op_id``.  Nothing here waits.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ridgeway.protocol import messages
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
+from ridgeway.protocol.versions import ProxyVersion
+from ridgeway.proxy.arrays import Array
+from ridgeway.proxy.executables import Executable
+from ridgeway.proxy.host_buffers import HostBufferStore
+from ridgeway.proxy.services import Services
+
+SERVER_HANDLES_FROM = 1 << 40
+"""Handles made here start far above those the client makes."""
+TEXT_LIMIT = 4000
+
+LATER = object()
+"""What a handler returns when the response follows through `Session.respond`."""
+
+
+class Future:
+    """Something the client may ask the outcome of."""
+
+    __slots__ = ("_callbacks", "outcome")
+
+    def __init__(self, outcome: Status | None = None):
+        self.outcome = outcome
+        self._callbacks: list[Callable[[Status], None]] = []
+
+    def resolve(self, status: Status | None) -> None:
+        """Set the outcome; None is success."""
+        self.outcome = OK if status is None else status
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self.outcome)
+
+    def when_done(self, callback: Callable[[Status], None]) -> None:
+        """Call back with the outcome, at once if it is known."""
+        if self.outcome is not None:
+            callback(self.outcome)
+        else:
+            self._callbacks.append(callback)
+
+
+class Session:
+    """Tables and dispatch of one client."""
+
+    def __init__(self, number: int, services: Services, version: ProxyVersion, client: str, send: Callable[[bytes], None]):
+        self.number = number
+        self.services = services
+        self.version = version
+        self.client = client
+        self.started = time.monotonic()
+        self.arrays: dict[int, Array] = {}
+        self.executables: dict[int, Executable] = {}
+        self.futures: dict[int, Future] = {}
+        self.buffers = HostBufferStore(
+            services.settings.host_buffer_limit_bytes, services.settings.host_buffer_timeout_seconds
+        )
+        self.requests = 0
+        self.ended = False
+        self._send = send
+        self._next_handle = SERVER_HANDLES_FROM
+
+    # ---- tables
+
+    def new_handle(self) -> int:
+        """A handle that the client never makes."""
+        self._next_handle += 1
+        return self._next_handle
+
+    def array(self, handle: int) -> Array:
+        """An array by handle.
+
+        Raises:
+          StatusError: INVALID_ARGUMENT, there is none (the client's mistake, never to be retried).
+        """
+        array = self.arrays.get(handle)
+        if array is None:
+            raise statuses.invalid_argument(f"this session has no array {handle}").error()
+        return array
+
+    def bind_array(self, handle: int, array: Array) -> int:
+        """Enter an array under a handle (0: one is made); returns the handle."""
+        handle = handle or self.new_handle()
+        old = self.arrays.get(handle)
+        if old is not None:
+            old.release()
+        self.arrays[handle] = array
+        return handle
+
+    def executable(self, handle: int) -> Executable:
+        """An executable by handle.
+
+        Raises:
+          StatusError: INVALID_ARGUMENT, there is none.
+        """
+        executable = self.executables.get(handle)
+        if executable is None:
+            raise statuses.invalid_argument(f"this session has no executable {handle}").error()
+        return executable
+
+    def new_future(self, outcome: Status | None = None, handle: int = 0) -> tuple[int, Future]:
+        """A future under a new handle, or under the client's."""
+        handle = handle or self.new_handle()
+        future = self.futures[handle] = Future(outcome)
+        return handle, future
+
+    # ---- requests
+
+    def on_request(self, data: bytes) -> None:
+        """Handle one serialized `IfrtRequest`; every outcome becomes a response."""
+        try:
+            request = messages.IfrtRequest.FromString(data)
+        except Exception:
+            # Without an op_id nobody could be answered: the stream cannot be trusted any more.
+            raise statuses.invalid_argument("a message that is not an IfrtRequest").error() from None
+        self.requests += 1
+        operation = request.request_metadata.op_id
+        kind = request.WhichOneof("request")
+        if kind is None:
+            self.respond(operation, messages.IfrtResponse(), statuses.unimplemented(
+                "this request is of a kind that this server's jaxlib does not know"))
+            return
+        name = kind[: -len("_request")]
+        handler = self.services.handlers.get(name)
+        if handler is None:
+            self.respond(operation, messages.IfrtResponse(), statuses.unimplemented(f"request {name} is not supported"))
+            return
+        response = messages.IfrtResponse()
+        answer = getattr(response, name + "_response")
+        answer.SetInParent()
+        try:
+            result = handler(self, getattr(request, kind), answer, _Later(self, operation, response, name))
+        except StatusError as error:
+            self.respond(operation, response, error.status, name)
+        except Exception as error:
+            self.services.report_bug(name, error)
+            self.respond(operation, response, statuses.internal(f"the proxy failed at {name}: {error!r}"), name)
+        else:
+            if result is not LATER:
+                self.respond(operation, response, OK)
+
+    def respond(self, operation: int, response: Any, status: Status, name: str = "") -> None:
+        """Send a response."""
+        if self.ended:
+            return
+        metadata = response.response_metadata
+        metadata.op_id = operation
+        if status.code is statuses.Code.OK:
+            metadata.status.SetInParent()
+        else:
+            if len(status.message) > TEXT_LIMIT:
+                status = Status(status.code, status.message[:TEXT_LIMIT] + " ...")
+            fill_status_proto(metadata.status, status)
+            self.services.observer.error_raised(self, status, name)
+        self._send(response.SerializeToString())
+
+    # ---- life
+
+    @property
+    def bytes_described(self) -> int:
+        """Host buffer bytes that the head holds for this session."""
+        return self.buffers.bytes
+
+    def tick(self) -> None:
+        """Apply deadlines."""
+        self.buffers.tick()
+
+    def end(self, reason: str) -> None:
+        """The client is gone: free all it held."""
+        if self.ended:
+            return
+        self.ended = True
+        held = len(self.arrays)
+        for array in self.arrays.values():
+            array.release()
+        self.arrays.clear()
+        for executable in self.executables.values():
+            self.services.programs.release(executable)
+        self.executables.clear()
+        self.futures.clear()
+        self.buffers.close()
+        self.services.session_ended(self, reason, held)
+
+
+class _Later:
+    """Lets a handler answer after it has returned `LATER`."""
+
+    __slots__ = ("_name", "_operation", "_response", "_session")
+
+    def __init__(self, session: Session, operation: int, response: Any, name: str):
+        self._session = session
+        self._operation = operation
+        self._response = response
+        self._name = name
+
+    def __call__(self, status: Status | None) -> None:
+        self._session.respond(self._operation, self._response, OK if status is None else status, self._name)

@@ -1,0 +1,109 @@
+"""Every limit and timeout of the runtime, each with its unit in its name.
+
+A value is taken, in this order, from: an explicit keyword, the environment variable
+``RIDGEWAY_<NAME IN CAPITALS>``, the default below.  The head sends its settings to every worker
+when it joins, so a cluster has one set of them.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """Timeouts (seconds), bounds (counts, bytes) of one cluster."""
+
+    heartbeat_interval_seconds: float = 1.0
+    """How often an agent and an executor each say that they live."""
+    heartbeat_timeout_seconds: float = 10.0
+    """Silence of a host after which it is lost (DEADLINE_EXCEEDED)."""
+    suspect_after_seconds: float = 3.0
+    """Silence of a host after which status and events call it suspect."""
+    progress_deadline_seconds: float = 300.0
+    """An executor with accepted orders that completes none for so long is lost (DEADLINE_EXCEEDED)."""
+    drain_deadline_seconds: float = 1.0
+    """After an abort, how long an executor may take to leave its generation before it is recycled."""
+    generation_create_timeout_seconds: float = 20.0
+    """How long making a generation may take before it counts as failed."""
+    membership_settle_seconds: float = 2.0
+    """How long a collective's error is held until the loss that caused it is known."""
+    disagreement_seconds: float = 0.5
+    """After one member of a generation rejects an execution, how long the others may take to reject it too
+    before the generation is aborted."""
+    executor_start_timeout_seconds: float = 60.0
+    """From an agent's joining to its executor being ready."""
+    probe_hold_seconds: float = 10.0
+    """How long work that lies wholly on a slice whose replacement is on its way is held instead of refused.
+    0 refuses at once."""
+    host_buffer_timeout_seconds: float = 60.0
+    """How long a request waits for the host buffer it names."""
+    transfer_timeout_seconds: float = 120.0
+    """How long an executor waits for bytes that another executor sends it."""
+    compile_timeout_seconds: float = 1800.0
+    """One compilation."""
+    compile_attempts: int = 3
+    """How often a program is compiled again after the compiler process died, before it is called a bug."""
+    handshake_timeout_seconds: float = 5.0
+    """Authentication and hello of a new connection to the head."""
+    orphan_policy: str = "exit"
+    """What a worker does when the head is gone: ``exit``, or ``wait`` for another head at the same address."""
+    orphan_timeout_seconds: float = 60.0
+    """With the policy ``wait``: how long."""
+    link_buffer_limit_bytes: int = 256 << 20
+    """Unsent bytes to one executor above which a session is made to wait."""
+    pending_order_limit: int = 10_000
+    """Orders kept for a slice that is on its way back."""
+    session_response_limit: int = 100_000
+    """Responses a session may leave unread before it is ended."""
+    request_limit_bytes: int = 2 << 30
+    """The largest message accepted from a client."""
+    host_buffer_limit_bytes: int = 8 << 30
+    """Bytes of host buffers one session may have waiting on the head."""
+    compile_cache_limit_bytes: int = 4 << 30
+    """Size of the persistent compile cache."""
+    event_limit: int = 100_000
+    """Events kept in the head's memory (all of them go to the event file)."""
+    spare_rendezvous_services: int = 2
+    """Key-value services kept ready for the next generations."""
+    device_memory_limit_bytes: int = 0
+    """Memory of one CPU device as shown by `status`; 0: an equal part of the host's."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain mapping, as it is sent to workers."""
+        return dataclasses.asdict(self)
+
+
+def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings from defaults, environment and explicit overrides.
+
+    Raises:
+      ValueError: a name is unknown or a value does not have the type of its setting; the message names it.
+    """
+    environment = os.environ if environment is None else environment
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    values: dict[str, Any] = {}
+    for name in fields:
+        text = environment.get(f"RIDGEWAY_{name.upper()}")
+        if text is not None:
+            values[name] = text
+    for name, value in (overrides or {}).items():
+        if name not in fields:
+            raise ValueError(f"unknown setting {name!r}; known: {', '.join(sorted(fields))}")
+        if value is not None:
+            values[name] = value
+    return Settings(**{name: _convert(name, value, fields[name].default) for name, value in values.items()})
+
+
+def _convert(name: str, value: Any, default: Any) -> Any:
+    kind = type(default)
+    try:
+        converted = kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"setting {name} = {value!r} is not a {kind.__name__}") from None
+    if kind in (int, float) and converted < 0:
+        raise ValueError(f"setting {name} = {value!r} is negative")
+    if name == "orphan_policy" and converted not in ("exit", "wait"):
+        raise ValueError(f"setting orphan_policy = {value!r} is neither 'exit' nor 'wait'")
+    return converted

@@ -1,0 +1,559 @@
+"""What the agent does on which event: a pure state machine, event in, effects out.
+
+The agent holds one link to the head and one template process; the template's children are the executors and
+compilers that the head orders.  No clock, socket or process is touched in here; `ridgeway.worker.agent` is
+the shell that does.
+"""
+
+import collections
+import dataclasses
+import signal
+from typing import Any
+
+from ridgeway.settings import Settings
+from ridgeway.worker.process import describe_exit, signal_name
+
+#: Seconds between two attempts to reach a head.
+RECONNECT_DELAY_SECONDS = 0.5
+#: A template that dies this often within the window below is not started again.
+TEMPLATE_DEATH_LIMIT = 3
+TEMPLATE_DEATH_WINDOW_SECONDS = 30.0
+#: Reported for a process that could not even be forked (EX_OSERR of sysexits.h).
+FORK_FAILED_CODE = 71
+
+EXIT_STOPPED = 0
+EXIT_REFUSED = 2
+EXIT_ORPHANED = 3
+EXIT_NO_TEMPLATE = 4
+
+CHILD_ROLES = ("executor", "compiler")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this agent is, as its command line and its machine say. `hello` makes the message of it."""
+
+    head_host: str
+    head_port: int
+    secret: str = dataclasses.field(repr=False)
+    slice: int | None
+    host: int | None
+    standby: bool
+    address: str
+    launch_id: str
+    pid: int
+    hostname: str
+    versions: dict[str, str]
+
+
+# ---- events
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Started(Event):
+    """The agent process has begun."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Welcomed(Event):
+    """The head accepted this agent."""
+
+    welcome: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused(Event):
+    """The head will not have this agent: trying again is of no use."""
+
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NotAuthenticated(Event):
+    """What answers at the head's address has another secret, or is no head."""
+
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConnectFailed(Event):
+    """The head could not be reached this time."""
+
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MessageReceived(Event):
+    """A message of the head."""
+
+    message: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkLost(Event):
+    """The link to the head ended."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TemplateReady(Event):
+    """The template has imported everything."""
+
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TemplateDied(Event):
+    """The template process ended; `tail` is the end of what it wrote to stderr."""
+
+    exit_code: int
+    tail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forked(Event):
+    """The template made a child."""
+
+    role: str
+    number: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForkFailed(Event):
+    """The template could not make a child."""
+
+    role: str
+    number: int
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ChildExited(Event):
+    """A child ended."""
+
+    role: str
+    number: int
+    exit_code: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StopRequested(Event):
+    """SIGTERM, or Ctrl-C."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time has passed."""
+
+
+# ---- effects
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effect:
+    """Something for the shell to do, in the order given."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartTemplate(Effect):
+    """Start a template process."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KillTemplate(Effect):
+    """SIGKILL the template; its children end with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SignalTemplate(Effect):
+    """Send a signal to the template itself."""
+
+    signal_number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Connect(Effect):
+    """Try to reach the head after a pause."""
+
+    delay_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CloseLink(Effect):
+    """Close the link to the head."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Send(Effect):
+    """Send a message to the head."""
+
+    message: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fork(Effect):
+    """Have the template make a child."""
+
+    role: str
+    number: int
+    arguments: dict[str, Any] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SignalChild(Effect):
+    """Send a signal to a child."""
+
+    pid: int
+    signal_number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SignalSelf(Effect):
+    """Send a signal to the agent."""
+
+    signal_number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Say(Effect):
+    """Write a line to the log."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exit(Effect):
+    """End the agent; children and template are killed."""
+
+    code: int
+
+
+@dataclasses.dataclass(slots=True)
+class Child:
+    """An executor or compiler."""
+
+    agent: int
+    """Incarnation under which it was ordered: its end is told to that head only."""
+    pid: int | None = None
+    kill: bool = False
+    """SIGKILL it as soon as its pid is known."""
+
+
+class AgentCore:
+    """All of the agent's decisions.
+
+    Args:
+      identity: who it is.
+      settings: its own until the head sends the cluster's.
+      connect_timeout_seconds: how long it tries to reach a head that it has never reached.
+      now: seconds of a monotonic clock, as in every `handle`.
+    """
+
+    def __init__(self, identity: Identity, settings: Settings, connect_timeout_seconds: float, now: float):
+        self.identity = identity
+        self.settings = settings
+        self.slice = identity.slice
+        self.host = identity.host
+        self.agent: int | None = None
+        """Incarnation; None while there is no link."""
+        self.children: dict[tuple[str, int], Child] = {}
+        self._connect_timeout = connect_timeout_seconds
+        self._give_up_at = now + connect_timeout_seconds
+        self._give_up_reason = ""
+        self._welcome: dict[str, Any] = {}
+        self._was_welcome = False
+        self._template_started: float | None = None
+        self._template_seconds: float | None = None
+        self._template_deaths: collections.deque[float] = collections.deque(maxlen=TEMPLATE_DEATH_LIMIT)
+        self._heard = now
+        self._last_tick = now
+        self._next_heartbeat = now
+        self._ending = False
+
+    def hello(self) -> dict[str, Any]:
+        """The fields of this agent's hello; an assigned standby asks for its place again."""
+        identity = self.identity
+        return {
+            "role": "agent",
+            "slice": self.slice,
+            "host": self.host,
+            "standby": identity.standby and self.slice is None,
+            "pid": identity.pid,
+            "hostname": identity.hostname,
+            "versions": dict(identity.versions),
+            "address": identity.address,
+            "launch_id": identity.launch_id,
+        }
+
+    @property
+    def place(self) -> str:
+        """``slice 2 host 0``, or ``standby``, for messages."""
+        return "standby" if self.slice is None else f"slice {self.slice} host {self.host}"
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Apply one event. After an `Exit` nothing more comes."""
+        if self._ending:
+            return []
+        match event:
+            case Started():
+                return [self._start_template(now), Connect(0.0)]
+            case Welcomed(welcome):
+                return self._welcomed(welcome, now)
+            case Refused(message):
+                return self._exit(EXIT_REFUSED, message)
+            case NotAuthenticated(message) if not self._was_welcome:
+                return self._exit(EXIT_REFUSED, f"{message}; give this worker the secret of that cluster")
+            case ConnectFailed(message) | NotAuthenticated(message):
+                return self._connect_failed(message, now)
+            case MessageReceived(message):
+                self._heard = now
+                return self._obey(message)
+            case LinkLost(reason):
+                if self.agent is None:
+                    return []
+                return self._orphaned(f"the link to the head closed ({reason})", now)
+            case TemplateReady(seconds):
+                self._template_seconds = seconds
+                return [Send(["template_ready", seconds])] if self.agent is not None else []
+            case TemplateDied(exit_code, tail):
+                return self._template_died(exit_code, tail, now)
+            case Forked(role, number, pid):
+                return self._forked(role, number, pid)
+            case ForkFailed(role, number, message):
+                return [
+                    Say(f"cannot start {role} {number}: {message}"),
+                    *self._child_ended(role, number, FORK_FAILED_CODE),
+                ]
+            case ChildExited(role, number, exit_code):
+                return [
+                    Say(f"{role} {number} {describe_exit(exit_code)}"),
+                    *self._child_ended(role, number, exit_code),
+                ]
+            case StopRequested(reason):
+                return self._exit(EXIT_STOPPED, f"stopping: {reason}")
+            case Tick():
+                return self._tick(now)
+        raise AssertionError(f"unknown event {event!r}")
+
+    # ---- the link
+
+    def _welcomed(self, welcome: dict[str, Any], now: float) -> list[Effect]:
+        self._was_welcome = True
+        self._welcome = welcome
+        self.agent = welcome["agent"]
+        self.slice, self.host = welcome["slice"], welcome["host"]
+        known = {field.name for field in dataclasses.fields(Settings)}
+        settings = welcome["settings"]
+        self.settings = Settings(**{name: value for name, value in settings.items() if name in known})
+        self._heard = self._next_heartbeat = now
+        place = f"{self.place}, incarnation {self.agent}"
+        effects: list[Effect] = [Say(f"joined cluster {welcome['cluster']} as {place}")]
+        if self._template_seconds is not None:
+            effects.append(Send(["template_ready", self._template_seconds]))
+        return effects
+
+    def _connect_failed(self, message: str, now: float) -> list[Effect]:
+        if now < self._give_up_at:
+            return [Connect(RECONNECT_DELAY_SECONDS)]
+        head = f"{self.identity.head_host}:{self.identity.head_port}"
+        if not self._was_welcome:
+            return self._exit(
+                EXIT_REFUSED,
+                f"no head answers at {head} after {self._connect_timeout:g} s ({message}); start it with "
+                "`ridgeway head`, or correct --head",
+            )
+        return self._exit(
+            EXIT_ORPHANED,
+            f"{self._give_up_reason}; no head came back to {head} within "
+            f"{self.settings.orphan_timeout_seconds:g} s (orphan_timeout_seconds)",
+        )
+
+    def _orphaned(self, reason: str, now: float) -> list[Effect]:
+        """The head is gone: whatever the children compute would be a zombie's work."""
+        self.agent = None
+        if self.settings.orphan_policy != "wait":
+            return self._exit(EXIT_ORPHANED, f"{reason}; ending, as orphan_policy = exit says")
+        self._give_up_at = now + self.settings.orphan_timeout_seconds
+        self._give_up_reason = reason
+        return [
+            *self._signal_children(signal.SIGKILL),
+            CloseLink(),
+            Say(
+                f"{reason}; its processes are killed, waiting {self.settings.orphan_timeout_seconds:g} s "
+                "for a head to come back (orphan_policy = wait)"
+            ),
+            Connect(RECONNECT_DELAY_SECONDS),
+        ]
+
+    def _obey(self, message: list[Any]) -> list[Effect]:
+        if self.agent is None:
+            return []
+        match message:
+            case ["heartbeat", *_]:
+                return []
+            case ["start_executor", int(number), *_]:
+                return self._start_child("executor", number)
+            case ["start_compiler", int(number), *_]:
+                return self._start_child("compiler", number)
+            case ["kill_executor", int(number), str(reason), *_]:
+                return self._kill_executor(number, reason)
+            case ["assign", int(slice_index), int(host_index), *_]:
+                self.slice, self.host = slice_index, host_index
+                return [Say(f"this standby is now {self.place}")]
+            case ["deliver_signal", str(target), int(number), *_]:
+                return self._deliver_signal(target, number)
+            case ["stop", str(reason), *_]:
+                return self._exit(EXIT_STOPPED, f"stopped by the head: {reason}")
+        return [Say(f"ignored an unknown message of the head: {message[0]!r} with {len(message) - 1} fields")]
+
+    # ---- children
+
+    def _start_child(self, role: str, number: int) -> list[Effect]:
+        if (role, number) in self.children:
+            return [Say(f"ignored a second order to start {role} {number}")]
+        assert self.agent is not None
+        self.children[role, number] = Child(self.agent)
+        identity = self.identity
+        arguments = {
+            "head_host": identity.head_host,
+            "head_port": identity.head_port,
+            "secret": identity.secret,
+            "agent": self.agent,
+            role: number,
+            "devices_per_host": self._welcome["devices_per_host"],
+            "settings": self.settings.to_dict(),
+            "address": identity.address,
+            "log_prefix": f"{role} {number} ({self.place})",
+        }
+        return [Fork(role, number, arguments)]
+
+    def _forked(self, role: str, number: int, pid: int) -> list[Effect]:
+        child = self.children.get((role, number))
+        if child is None:
+            return [SignalChild(pid, signal.SIGKILL)]
+        child.pid = pid
+        effects: list[Effect] = [Say(f"started {role} {number} (pid {pid})")]
+        if child.kill:
+            effects.append(SignalChild(pid, signal.SIGKILL))
+        return effects
+
+    def _kill_executor(self, number: int, reason: str) -> list[Effect]:
+        child = self.children.get(("executor", number))
+        if child is None:
+            return []
+        child.kill = True
+        effects: list[Effect] = [Say(f"killing executor {number}: {reason}")]
+        if child.pid is not None:
+            effects.append(SignalChild(child.pid, signal.SIGKILL))
+        return effects
+
+    def _child_ended(self, role: str, number: int, exit_code: int) -> list[Effect]:
+        child = self.children.pop((role, number), None)
+        if child is None or child.agent != self.agent:
+            return []
+        return [Send(["process_exited", role, number, exit_code])]
+
+    def _signal_children(self, number: int, roles: tuple[str, ...] = CHILD_ROLES) -> list[Effect]:
+        effects: list[Effect] = []
+        for (role, _), child in self.children.items():
+            if role not in roles:
+                continue
+            if child.pid is not None:
+                effects.append(SignalChild(child.pid, number))
+            elif number == signal.SIGKILL:
+                child.kill = True
+        return effects
+
+    def _deliver_signal(self, target: str, number: int) -> list[Effect]:
+        name = signal_name(number)
+        if target == "executor":
+            return [
+                Say(f"{name} for the executor, as the head asks"),
+                *self._signal_children(number, ("executor",)),
+            ]
+        if target == "worker":
+            return [
+                Say(f"{name} for this worker, as the head asks"),
+                *self._signal_children(number),
+                SignalTemplate(number),
+                SignalSelf(number),
+            ]
+        return [Say(f"ignored {name} for an unknown target {target!r}")]
+
+    # ---- the template
+
+    def _start_template(self, now: float) -> Effect:
+        self._template_started = now
+        self._template_seconds = None
+        return StartTemplate()
+
+    def _template_died(self, exit_code: int, tail: str, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for (role, number), child in list(self.children.items()):
+            # The kernel ends it too, as its parent has died; this makes sure where the kernel does not.
+            if child.pid is not None:
+                effects.append(SignalChild(child.pid, signal.SIGKILL))
+            effects += self._child_ended(role, number, -signal.SIGKILL)
+        self._template_deaths.append(now)
+        description = f"the template process {describe_exit(exit_code)}"
+        if (
+            len(self._template_deaths) == TEMPLATE_DEATH_LIMIT
+            and now - self._template_deaths[0] <= TEMPLATE_DEATH_WINDOW_SECONDS
+        ):
+            said = f"; its last words: {tail}" if tail else ""
+            return effects + self._exit(
+                EXIT_NO_TEMPLATE,
+                f"{description}, {TEMPLATE_DEATH_LIMIT} times within "
+                f"{TEMPLATE_DEATH_WINDOW_SECONDS:g} s{said}",
+            )
+        return [*effects, Say(f"{description}; starting another one"), self._start_template(now)]
+
+    # ---- time
+
+    def _tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        settings = self.settings
+        slept = now - self._last_tick
+        self._last_tick = now
+        if slept > settings.heartbeat_timeout_seconds / 2:
+            # Stopped itself (SIGSTOP, a suspended machine), it cannot know whether the head was silent.
+            effects.append(Say(f"this process was stopped for {slept:.1f} s"))
+            self._heard = now
+            if self._template_started is not None:
+                self._template_started += slept
+        if self.agent is not None:
+            silent = now - self._heard
+            if silent >= settings.heartbeat_timeout_seconds:
+                return effects + self._orphaned(
+                    f"the head has been silent for {silent:.1f} s (heartbeat_timeout_seconds)", now
+                )
+            if now >= self._next_heartbeat:
+                self._next_heartbeat = now + settings.heartbeat_interval_seconds
+                effects.append(Send(["heartbeat"]))
+        if (
+            self._template_started is not None
+            and self._template_seconds is None
+            and now - self._template_started >= settings.executor_start_timeout_seconds
+        ):
+            self._template_started = None
+            effects += [
+                Say(
+                    f"the template process is not ready after {settings.executor_start_timeout_seconds:g} s "
+                    "(executor_start_timeout_seconds); killing it"
+                ),
+                KillTemplate(),
+            ]
+        return effects
+
+    def _exit(self, code: int, reason: str) -> list[Effect]:
+        self._ending = True
+        return [Say(reason), *self._signal_children(signal.SIGKILL), Exit(code)]

@@ -1,0 +1,266 @@
+"""What an executor holds: buffer groups, each a set of shards of one array on this executor's devices.
+
+A shard is in one of four states, and moves only to the right or to an error::
+
+    Promise (bytes on their way) -> HostShard (host memory, no client) -> array on a runtime
+                                 `-> Status (poisoned: the error is the value)
+
+Shards that were drained from an ended generation stay host shards until something uses them.
+"""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Status
+from ridgeway.worker.device_runtime import (
+    LoadedProgram,
+    Runtime,
+    is_deleted,
+    memory_kind_of,
+    shards_of,
+)
+
+
+class HostShard:
+    """Bytes in host memory that belong to no client."""
+
+    __slots__ = ("data", "memory_kind")
+
+    def __init__(self, data: np.ndarray, memory_kind: str | None):
+        self.data = data
+        self.memory_kind = memory_kind
+
+
+class Promise:
+    """Host bytes that are on their way, from the head or from another executor."""
+
+    __slots__ = ("_arrived", "_value", "claimed", "source")
+
+    def __init__(self) -> None:
+        self._arrived = threading.Event()
+        self._value: Any = None
+        self.claimed = False
+        self.source: int | None = None
+        """The executor that sends them, or None: the head."""
+
+    def resolve(self, value: Any) -> None:
+        """``value`` is what `wait` returns, or a `Status`."""
+        if not self._arrived.is_set():
+            self._value = value
+            self._arrived.set()
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the bytes, or an error, are here."""
+        return self._arrived.is_set()
+
+    def wait(self, timeout_seconds: float) -> Any:
+        """The value.
+
+        Raises:
+          statuses.StatusError: the bytes will not come, or did not come in time.
+        """
+        if not self._arrived.wait(timeout_seconds):
+            raise statuses.deadline_exceeded(f"bytes that were announced did not come within {timeout_seconds} s").error()
+        if isinstance(self._value, Status):
+            raise self._value.error()
+        return self._value
+
+
+class PromisedShard:
+    """A shard made from a promise by ``decode`` (bytes -> array)."""
+
+    __slots__ = ("decode", "memory_kind", "promise")
+
+    def __init__(self, promise: Promise, decode: Any, memory_kind: str | None):
+        self.promise = promise
+        self.decode = decode
+        self.memory_kind = memory_kind
+
+
+class PromiseTable:
+    """Tokens to promises; orders that use a token and the bytes for it may come in either order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._promises: dict[int, Promise] = {}
+
+    def claim(self, token: int, source: int | None) -> Promise:
+        """The promise for a token, by the one order that names it."""
+        with self._lock:
+            promise = self._promises.get(token)
+            if promise is None:
+                promise = self._promises[token] = Promise()
+            elif promise.resolved:
+                del self._promises[token]
+            promise.claimed = True
+            promise.source = source
+            return promise
+
+    def resolve(self, token: int, value: Any) -> None:
+        """Bytes or an error for a token arrived."""
+        with self._lock:
+            promise = self._promises.get(token)
+            if promise is None:
+                promise = self._promises[token] = Promise()
+            elif promise.claimed:
+                del self._promises[token]
+            promise.resolve(value)
+
+    def peer_lost(self, source: int, status: Status) -> None:
+        """What another executor was to send will never come."""
+        with self._lock:
+            for token, promise in list(self._promises.items()):
+                if promise.claimed and promise.source == source:
+                    del self._promises[token]
+                    promise.resolve(status)
+
+
+class Group:
+    """The shards of one array on this executor."""
+
+    __slots__ = ("array", "array_local", "runtime", "shards")
+
+    def __init__(self) -> None:
+        self.shards: dict[int, Any] | None = None
+        """device id -> shard; None while only ``array`` has them"""
+        self.array: Any = None
+        """a global array over ``array_local`` on ``runtime``, kept to pass on without building it again"""
+        self.array_local: tuple[int, ...] = ()
+        self.runtime: Runtime | None = None
+
+
+def result_group(array: Any, local: tuple[int, ...], runtime: Runtime) -> Group:
+    """A group from a program's result."""
+    group = Group()
+    group.array = array
+    group.array_local = local
+    group.runtime = runtime
+    return group
+
+
+def shard_group(shards: dict[int, Any], runtime: Runtime | None = None) -> Group:
+    """A group from shards in any state; arrays among them must be on ``runtime``."""
+    group = Group()
+    group.shards = shards
+    group.runtime = runtime
+    return group
+
+
+class BufferStore:
+    """All groups of one executor. Used by the order thread only, but for `size`."""
+
+    def __init__(self, transfer_timeout_seconds: float):
+        self._groups: dict[int, Group] = {}
+        self._transfer_timeout_seconds = transfer_timeout_seconds
+
+    @property
+    def size(self) -> int:
+        """Number of groups."""
+        return len(self._groups)
+
+    def set(self, number: int, group: Group) -> None:
+        """Bind a group."""
+        self._groups[number] = group
+
+    def poison(self, number: int, devices: tuple[int, ...], status: Status) -> None:
+        """Bind an error to a group."""
+        self._groups[number] = shard_group(dict.fromkeys(devices, status))
+
+    def free(self, numbers: list[int]) -> None:
+        """Forget groups."""
+        for number in numbers:
+            self._groups.pop(number, None)
+
+    def group(self, number: int) -> Group:
+        """A group by number.
+
+        Raises:
+          statuses.StatusError: there is none (INTERNAL: head and executor disagree).
+        """
+        group = self._groups.get(number)
+        if group is None:
+            raise statuses.internal(f"buffer group {number} is not on this executor").error()
+        return group
+
+    def shard(self, number: int, device: int, runtime: Runtime) -> Any:
+        """One shard as an array on ``runtime``; brings it there if it is not.
+
+        Raises:
+          statuses.StatusError: the shard is poisoned, or its bytes do not come.
+        """
+        return self._materialize(self.group(number), device, runtime)
+
+    def _materialize(self, group: Group, device: int, runtime: Runtime) -> Any:
+        shards = _split(group)
+        shard = shards[device]
+        if group.runtime is not runtime and group.runtime is not None:
+            # Another runtime's arrays: `drain` turned them into host shards, so nothing of it is left.
+            group.array = None
+        if isinstance(shard, PromisedShard):
+            try:
+                data = shard.decode(shard.promise.wait(self._transfer_timeout_seconds))
+            except statuses.StatusError as error:
+                shards[device] = error.status
+                raise
+            shard = HostShard(data, shard.memory_kind)
+            shards[device] = shard
+        if isinstance(shard, HostShard):
+            shard = runtime.put(shard.data, device, shard.memory_kind)
+            shards[device] = shard
+            group.runtime = runtime
+        if isinstance(shard, Status):
+            raise shard.error()
+        return shard
+
+    def argument(self, number: int, index: int, program: LoadedProgram, runtime: Runtime) -> Any:
+        """A whole group as argument ``index`` of a program.
+
+        Raises:
+          statuses.StatusError: one of its shards is poisoned.
+        """
+        group = self.group(number)
+        if group.array is not None and group.runtime is runtime and group.array_local == program.local:
+            return group.array
+        shards = [self._materialize(group, device, runtime) for device in program.local]
+        array = program.assemble(index, shards)
+        group.array, group.array_local = array, program.local
+        return array
+
+    def drain(self, runtime: Runtime, describe: Any) -> int:
+        """Bring every shard that is on ``runtime`` to host memory; those that cannot be become errors, given by
+        ``describe(exception) -> Status``. Returns how many were lost. Waits for running executions."""
+        lost = 0
+        for group in self._groups.values():
+            if group.runtime is not runtime:
+                continue
+            shards = _split(group)
+            group.array = None
+            group.runtime = None
+            for device, shard in shards.items():
+                if isinstance(shard, (HostShard, PromisedShard, Status)):
+                    continue
+                try:
+                    if is_deleted(shard):
+                        shards[device] = statuses.invalid_argument("the buffer was donated or deleted")
+                    else:
+                        kind = memory_kind_of(shard)
+                        shards[device] = HostShard(np.array(np.asarray(shard), copy=True), kind)
+                except Exception as error:
+                    lost += 1
+                    shards[device] = describe(error)
+        return lost
+
+
+def _split(group: Group) -> dict[int, Any]:
+    if group.shards is None:
+        if is_deleted(group.array):
+            deleted = statuses.invalid_argument("the buffer was donated or deleted")
+            group.shards = dict.fromkeys(group.array_local, deleted)
+            group.array = None
+        else:
+            group.shards = dict(zip(group.array_local, shards_of(group.array), strict=True))
+    return group.shards

@@ -1,0 +1,138 @@
+"""Compiling a client's program: the second and last place with semi-private jaxlib calls in `ridgeway.worker`.
+
+* ``stablehlo.deserialize_portable_artifact``, ``mlir.make_ir_context``: reading a client's program.
+* ``Client.compile_and_load`` / ``serialize_executable``: the executable loads on any client of the same jaxlib,
+  whatever its processes and devices (measured on CPU), so it is compiled once, on a client made for that alone.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+from jax._src.interpreters import mlir
+from jaxlib import _jax, xla_client
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from ridgeway.protocol import dtypes
+from ridgeway.protocol import status as statuses
+
+_MEMORY_STATS = (
+    "generated_code_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
+    "temp_size_in_bytes", "host_generated_code_size_in_bytes", "host_argument_size_in_bytes",
+    "host_output_size_in_bytes", "host_alias_size_in_bytes", "host_temp_size_in_bytes", "peak_memory_in_bytes",
+)  # fmt: skip
+_CLIENT_LIMIT = 2
+
+_clients: dict[int, Any] = {}
+
+
+def _client(devices: int) -> Any:
+    """A client with so many devices; few are kept, since each has about four threads per device."""
+    client = _clients.get(devices)
+    if client is None:
+        while len(_clients) >= _CLIENT_LIMIT:
+            del _clients[next(iter(_clients))]
+        client = _clients[devices] = xla_client.make_cpu_client(asynchronous=True, num_devices=devices)
+    return client
+
+
+def compile_program(artifact: bytes, options: bytes, replicas: int, partitions: int) -> tuple[dict[str, Any], bytes]:
+    """Compile a StableHLO portable artifact for ``replicas x partitions`` devices.
+
+    Returns:
+      (metadata, serialized executable).  The metadata is plain data: name, inputs and outputs as [shape, dtype kind],
+      shardings as serialized `xla.OpSharding`, layouts as text, memory kinds, donated inputs, cost and memory.
+
+    Raises:
+      statuses.StatusError: INVALID_ARGUMENT for a program that cannot be read; what XLA said otherwise.
+    """
+    devices = replicas * partitions
+    client = _client(devices)
+    with mlir.make_ir_context() as context, ir.Location.unknown(context):
+        try:
+            module = stablehlo.deserialize_portable_artifact(context, artifact)
+        except Exception as error:
+            raise statuses.invalid_argument(f"the program is not a StableHLO artifact of this jaxlib: {error}").error() from None
+        metadata = _signature(module)
+        parsed = xla_client.CompileOptions.ParseFromString(options)
+        local = sorted(client.local_devices(), key=lambda d: d.id)
+        ids = np.array([d.id for d in local], dtype=np.int32).reshape(replicas, partitions)
+        parsed.device_assignment = xla_client.DeviceAssignment.create(ids)
+        try:
+            executable = client.compile_and_load(module, _jax.DeviceList(tuple(local)), parsed)
+        except Exception as error:
+            raise statuses.classify_runtime_error(str(error)).error() from None
+    metadata.update(_describe(executable))
+    return metadata, client.serialize_executable(executable)
+
+
+def program_text(serialized: bytes, options: bytes, replicas: int, partitions: int) -> str:
+    """The optimized HLO text of a compiled program.
+
+    Raises:
+      statuses.StatusError: XLA cannot load it.
+    """
+    client = _client(replicas * partitions)
+    local = sorted(client.local_devices(), key=lambda d: d.id)
+    parsed = xla_client.CompileOptions.ParseFromString(options)
+    ids = np.array([d.id for d in local], dtype=np.int32).reshape(replicas, partitions)
+    parsed.device_assignment = xla_client.DeviceAssignment.create(ids)
+    try:
+        executable = client.deserialize_executable(serialized, _jax.DeviceList(tuple(local)), parsed)
+        return "\n\n".join(module.to_string() for module in executable.hlo_modules())
+    except Exception as error:
+        raise statuses.classify_runtime_error(str(error)).error() from None
+
+
+def _signature(module: Any) -> dict[str, Any]:
+    attributes = module.operation.attributes
+    name = ir.StringAttr(attributes["sym_name"]).value if "sym_name" in attributes else "main"
+    main = next(
+        (op for op in module.body.operations if "sym_name" in op.attributes and ir.StringAttr(op.attributes["sym_name"]).value == "main"),
+        None,
+    )
+    if main is None:
+        raise statuses.invalid_argument(f"the program {name!r} has no function 'main'").error()
+    function = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    donated = []
+    if "arg_attrs" in main.attributes:
+        for index, argument in enumerate(ir.ArrayAttr(main.attributes["arg_attrs"])):
+            names = ir.DictAttr(argument)
+            if "tf.aliasing_output" in names or "jax.buffer_donor" in names:
+                donated.append(index)
+    return {
+        "name": name,
+        "inputs": [_array_type(t) for t in function.inputs],
+        "outputs": [_array_type(t) for t in function.results],
+        "donated": donated,
+    }
+
+
+def _array_type(kind: Any) -> list[Any]:
+    if not isinstance(kind, ir.RankedTensorType) and not ir.RankedTensorType.isinstance(kind):
+        raise statuses.unimplemented(f"a program with an argument or result of type {kind}").error()
+    tensor = ir.RankedTensorType(kind)
+    return [list(tensor.shape), dtypes.kind_of_mlir(str(tensor.element_type))]
+
+
+def _describe(executable: Any) -> dict[str, Any]:
+    parameters, results = executable.get_parameter_shardings(), executable.get_output_shardings()
+    stats = executable.get_compiled_memory_stats()
+    kinds = executable.get_output_memory_kinds()
+    return {
+        "parameter_shardings": None if parameters is None else [s.SerializeToString() for s in parameters],
+        "output_shardings": None if results is None else [s.SerializeToString() for s in results],
+        "parameter_layouts": [str(layout) for layout in executable.get_parameter_layouts()],
+        "output_layouts": [str(layout) for layout in executable.get_output_layouts()],
+        "output_memory_kinds": list(kinds[0]) if kinds else [],
+        "generated_code_bytes": executable.size_of_generated_code_in_bytes(),
+        "memory_stats": {name: int(getattr(stats, name, 0)) for name in _MEMORY_STATS},
+        "cost_analysis": {name: float(value) for name, value in dict(executable.cost_analysis()).items()},
+        "fingerprint": bytes(executable.fingerprint or b""),
+    }
+
+
+def environment_fingerprint() -> str:
+    """What of this process's environment changes compiled code, beside the jaxlib version."""
+    return os.environ.get("XLA_FLAGS", "")

@@ -1,0 +1,90 @@
+"""What the system is asked about processes: dying with the parent, adopting orphans, naming an exit.
+
+Linux only where said so; elsewhere those functions do nothing and say that they did nothing.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+# From linux/prctl.h.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+# Loaded at import, so that nothing has to be imported between a fork and an exec.
+_prctl: Callable[..., int] | None = None
+if sys.platform == "linux":
+    _prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> bool:
+    """Have the kernel send this process a signal the moment the thread that started it ends (Linux).
+
+    Args:
+      parent_pid: the parent's process id as it was when it started this process. If it has died since, this
+        process ends here: the kernel would not tell it any more.
+      signal_number: what is sent.
+
+    Returns:
+      False where the system has no such thing; then the child must watch its link to the parent itself.
+    """
+    if _prctl is None or _prctl(_PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0) != 0:
+        return False
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal_number)
+    return True
+
+
+def adopt_orphans() -> bool:
+    """Become the parent of grandchildren whose parent dies, so that they can be waited for (Linux).
+
+    Returns:
+      False where the system has no such thing.
+    """
+    return _prctl is not None and _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 77`` for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe_exit(exit_code: int) -> str:
+    """``killed by SIGKILL`` for -9, ``exited with code 3`` for 3 (codes as `subprocess` gives them)."""
+    return f"killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exited with code {exit_code}"
+
+
+def send_signal(pid: int, signal_number: int) -> bool:
+    """Send a signal to one process; False if it is gone already or is not ours."""
+    try:
+        os.kill(pid, signal_number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def reap_adopted(own_child: int | None) -> list[int]:
+    """Wait for orphans that this process adopted and that have ended, so that none stays a zombie (Linux).
+
+    Args:
+      own_child: a child that somebody else in this process waits for; it is left alone.
+
+    Returns:
+      Their process ids.
+    """
+    ended: list[int] = []
+    while True:
+        try:
+            # Looked at first, without being taken.
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid == own_child:
+                return ended
+            os.waitpid(found.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        ended.append(found.si_pid)
