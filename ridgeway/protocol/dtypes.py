@@ -175,11 +175,6 @@ def region_bytes(item_bytes: int, shape: Sequence[int], byte_strides: Sequence[i
     return last + item_bytes
 
 
-def _usable_strides(shape: Sequence[int], byte_strides: Sequence[int], item_bytes: int) -> list[int]:
-    # A stride along a dimension of one element is never applied, but numpy may take it for out of bounds.
-    return [stride if dim != 1 else item_bytes for dim, stride in zip(shape, byte_strides, strict=True)]
-
-
 def decode_host_buffer(
     data: Buffer, dtype_kind: int, shape: tuple[int, ...], byte_strides: tuple[int, ...] | None = None
 ) -> np.ndarray:
@@ -210,7 +205,7 @@ def decode_host_buffer(
         ).error()
     if byte_strides is None or size == 0:
         return np.ndarray(shape, dtype, data)
-    return np.ndarray(shape, dtype, data, strides=_usable_strides(shape, byte_strides, dtype.itemsize))
+    return np.ndarray(shape, dtype, data, strides=byte_strides)
 
 
 def encode_host_buffer(array: np.ndarray, byte_strides: tuple[int, ...] | None = None) -> bytes:
@@ -231,8 +226,7 @@ def encode_host_buffer(array: np.ndarray, byte_strides: tuple[int, ...] | None =
     if array.size == 0:
         return b""
     region = bytearray(size)
-    strides = _usable_strides(array.shape, byte_strides, array.itemsize)
-    np.ndarray(array.shape, array.dtype, region, strides=strides)[...] = array
+    np.ndarray(array.shape, array.dtype, region, strides=byte_strides)[...] = array
     return bytes(region)
 
 

@@ -134,16 +134,12 @@ class Sharding:
         if known is not None:
             return known
         if self.tiling is not None:
-            shapes = tuple(
-                tuple([part.stop - part.start for part in domain]) for domain in self.index_domains(shape)
-            )
+            shapes = tuple(tuple([part.stop - part.start for part in domain]) for domain in self.index_domains(shape))
         elif self.concrete_shapes is not None:
             self._check_shape(shape)
             shapes = self.concrete_shapes
         else:
-            raise status.invalid_argument(
-                f"A {self.type_name} does not say what shapes its shards have."
-            ).error()
+            raise status.invalid_argument(f"A {self.type_name} does not say what shapes its shards have.").error()
         _keep(self._shapes, shape, shapes)
         return shapes
 
@@ -278,9 +274,7 @@ def _read_concrete_even(data: bytes) -> Sharding:
         ).error()
     # Any other even sharding doesn't say which shard lies where.
     tiling = WHOLE if proto.is_fully_replicated else _tiling_of_undeclared(devices)
-    return Sharding(
-        CONCRETE_EVEN, data, devices, _memory_kind(proto), tiling, shape, (shard_shape,) * len(devices)
-    )
+    return Sharding(CONCRETE_EVEN, data, devices, _memory_kind(proto), tiling, shape, (shard_shape,) * len(devices))
 
 
 _READERS = {
@@ -350,8 +344,7 @@ def _device_order(
         dims, perm = tuple(reshape_dims), tuple(transpose_perm) or tuple(range(len(reshape_dims)))
         if math.prod(dims) != count or sorted(perm) != list(range(len(dims))):
             raise status.invalid_argument(
-                f"A sharding orders {count} devices by reshaping to {list(dims)} and transposing by "
-                f"{list(perm)}."
+                f"A sharding orders {count} devices by reshaping to {list(dims)} and transposing by {list(perm)}."
             ).error()
         order = np.arange(count).reshape(dims).transpose(perm).ravel()
     if not np.array_equal(np.sort(order), np.arange(count)):
@@ -374,13 +367,10 @@ def _tiling_from_named(proto: Any, device_count: int) -> Tiling:
         return WHOLE
     if math.prod(sizes) != device_count or min(sizes) < 1:
         raise status.invalid_argument(
-            f"A sharding over a mesh of {sizes} is for {math.prod(sizes)} devices, but {device_count} are "
-            "named."
+            f"A sharding over a mesh of {sizes} is for {math.prod(sizes)} devices, but {device_count} are named."
         ).error()
     iota = mesh.iota_transform
-    order = _device_order(
-        device_count, mesh.device_ids, iota.reshape_dims or (device_count,), iota.transpose_perm
-    )
+    order = _device_order(device_count, mesh.device_ids, iota.reshape_dims or (device_count,), iota.transpose_perm)
     coordinates = np.unravel_index(np.arange(device_count), sizes)
     tiles: list[int] = []
     tile_in_order = np.zeros(device_count, np.int64)
@@ -432,9 +422,7 @@ def single_device_sharding_proto(device_id: int, memory_kind: str | None = None)
 
 
 @functools.lru_cache(maxsize=PARSED_SHARDINGS_LIMIT)
-def hlo_sharding_proto(
-    device_ids: tuple[int, ...], op_sharding: bytes, memory_kind: str | None = None
-) -> bytes:
+def hlo_sharding_proto(device_ids: tuple[int, ...], op_sharding: bytes, memory_kind: str | None = None) -> bytes:
     """A serialized `ShardingProto` of a serialized `xla.OpSharding` over `device_ids`.
 
     Raises:

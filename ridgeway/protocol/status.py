@@ -149,22 +149,22 @@ _CODE_PREFIX = re.compile(
 
 # Texts of gloo, which only collectives produce, under whatever code they travel.
 _GLOO_TEXT = re.compile(
-    r"\bgloo [\w -]*(?:failed|timed out)|\bgloo/|\[gloo\]|\b[cg]pu:(?:gloo|nccl)", re.IGNORECASE
+    r"\bgloo [\w -]{0,60}(?:failed|timed out)|\bgloo/|\[gloo\]|\b[cg]pu:(?:gloo|nccl)", re.IGNORECASE
 )
 
 # Texts of NCCL, of XLA's rendezvous and cliques, of jax's distributed runtime, and of broken connections. The
 # name of an operation alone ("all-reduce") is not among them: an out-of-memory report lists those too.
 _COLLECTIVE_TEXT = re.compile(
-    r"\b(?:nccl|rccl|nvshmem)\b[\w ()-]*(?:fail|error|abort|timed out|timeout)|"
+    r"\b(?:nccl|rccl|nvshmem)\b[\w ()-]{0,60}(?:fail|error|abort|timed out|timeout)|"
     r"\brendezvous\b|"
     r"\bcliques?\b|"
-    r"\bcollectives? [\w -]*(?:fail|abort|mismatch|cancel|timed out|timeout)|"
-    r"\bcommunicators? [\w ]*(?:abort|invalid|fail|shut down)|"
+    r"\bcollectives? [\w -]{0,60}(?:fail|abort|mismatch|cancel|timed out|timeout)|"
+    r"\bcommunicators? [\w ]{0,60}(?:abort|invalid|fail|shut down)|"
     r"remote process exited or there was a network error|"
     r"coordination (?:service|agent)|"
     r"distributed (?:service|client|runtime)|"
     r"getkeyvalue|key[- ]value store|"
-    r"\bbarrier\b[\w ]*(?:fail|error|timed out|timeout)|"
+    r"\bbarrier\b[\w ]{0,60}(?:fail|error|timed out|timeout)|"
     r"missed heartbeat|heartbeat timeout|"
     r"connection (?:reset|closed|refused|aborted)|"
     r"connect (?:timeout|failure)|"
@@ -174,14 +174,12 @@ _COLLECTIVE_TEXT = re.compile(
     r"software caused connection abort|"
     r"no route to host|"
     r"caused pair closure|"
-    r"\bpeer [\w ]*(?:died|lost|exited|disconnected|unhealthy)",
+    r"\bpeer [\w ]{0,60}(?:died|lost|exited|disconnected|unhealthy)",
     re.IGNORECASE,
 )
 
 # Codes with which XLA reports what the program or its arguments did, whoever else is alive.
-_PROGRAM_AT_FAULT = frozenset(
-    {Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.UNIMPLEMENTED, Code.OUT_OF_RANGE}
-)
+_PROGRAM_AT_FAULT = frozenset({Code.INVALID_ARGUMENT, Code.RESOURCE_EXHAUSTED, Code.UNIMPLEMENTED, Code.OUT_OF_RANGE})
 
 # Codes that XLA gives to executions cut short by somebody else: no user mistake has them.
 _CUT_SHORT = frozenset({Code.ABORTED, Code.CANCELLED, Code.UNAVAILABLE})
@@ -198,7 +196,7 @@ _MEMORY_TEXT = re.compile(
 
 _DONATION_TEXT = re.compile(
     r"donat(?:e|ed|ion|ing)\b|"
-    r"(?:buffer|array) (?:has been |was |is |already )*deleted|deleted (?:buffer|array)|"
+    r"(?:buffer|array) (?:has been |was |is |already ){0,3}deleted|deleted (?:buffer|array)|"
     r"must-alias",
     re.IGNORECASE,
 )
@@ -207,6 +205,18 @@ _MISSING_TARGET_TEXT = re.compile(
     r"no registered implementation|custom call (?:target|handler)|no (?:ffi )?handler registered",
     re.IGNORECASE,
 )
+
+
+# Some reports of XLA are hundreds of kilobytes long; what went wrong stands at their beginning or their end.
+_SEARCHED_HEAD_CHARACTERS = 16_384
+_SEARCHED_TAIL_CHARACTERS = 4_096
+
+
+def _searched(text: str) -> str:
+    """The parts of a text in which the patterns are looked for."""
+    if len(text) <= _SEARCHED_HEAD_CHARACTERS + _SEARCHED_TAIL_CHARACTERS:
+        return text
+    return f"{text[:_SEARCHED_HEAD_CHARACTERS]}\n{text[-_SEARCHED_TAIL_CHARACTERS:]}"
 
 
 def _split_code(text: str) -> tuple[Code | None, str]:
@@ -224,6 +234,7 @@ def is_collective_failure(text: str) -> bool:
     under UNKNOWN ("UNKNOWN: Gloo all-reduce failed: ... Connection closed by peer"), INTERNAL, ABORTED, or
     others. Running out of memory in a collective is not one, nor is anything a user's callback raised.
     """
+    text = _searched(text)
     if _CALLBACK_TEXT.search(text) or _MEMORY_TEXT.search(text):
         return False
     if _GLOO_TEXT.search(text):
@@ -250,18 +261,19 @@ def classify_runtime_error(text: str) -> Status:
     if is_collective_failure(text):
         return data_loss(f"A collective operation was broken off: {message}")
     harmless = without_retried_words(message)
-    if _CALLBACK_TEXT.search(message):
+    searched = _searched(message)
+    if _CALLBACK_TEXT.search(searched):
         return Status(Code.UNKNOWN, harmless)
     if code is not None and code in _PROGRAM_AT_FAULT:
         return Status(code, harmless)
-    if _MEMORY_TEXT.search(message):
+    if _MEMORY_TEXT.search(searched):
         return Status(Code.RESOURCE_EXHAUSTED, harmless)
-    if _DONATION_TEXT.search(message):
+    if _DONATION_TEXT.search(searched):
         return Status(Code.INVALID_ARGUMENT, harmless)
     if code is Code.DATA_LOSS or code is Code.DEADLINE_EXCEEDED:
         return Status(code, message)
     if code is Code.NOT_FOUND or code is Code.INTERNAL or code is None:
-        if _MISSING_TARGET_TEXT.search(message):
+        if _MISSING_TARGET_TEXT.search(searched):
             return Status(Code.UNIMPLEMENTED, harmless)
         prefix = "" if code is None else f"{without_retried_words(code.name)} error of XLA: "
         return Status(Code.UNKNOWN, prefix + harmless)

@@ -208,6 +208,8 @@ def copy_to_host_buffer(session: Session, request: Any, response: Any, later: La
                 session.buffers.put(handle, data)
             except statuses.StatusError as full:
                 error = full.status
+        if error is not None:
+            session.buffers.fail(handle, error)
         later(error)
 
     session.services.dispatcher.fetch(array, _strides(request), fetched)

@@ -15,8 +15,9 @@ class HostBufferStore:
     def __init__(self, limit_bytes: int, timeout_seconds: float):
         self._limit_bytes = limit_bytes
         self._timeout_seconds = timeout_seconds
-        self._buffers: dict[int, bytes] = {}
+        self._buffers: dict[int, bytes | Status] = {}
         self._waiting: dict[int, tuple[float, list[Arrival]]] = {}
+        self._watching: dict[int, tuple[float, list[Arrival]]] = {}
         self.bytes = 0
 
     def put(self, handle: int, data: bytes) -> None:
@@ -36,17 +37,36 @@ class HostBufferStore:
             ).error()
         self._buffers[handle] = data
         self.bytes += len(data)
+        self._tell_watchers(handle, data)
+
+    def fail(self, handle: int, error: Status) -> None:
+        """The buffer that the client asked for will not come: who looks it up gets the error."""
+        self._buffers[handle] = error
+        self._tell_watchers(handle, error)
+
+    def _tell_watchers(self, handle: int, value: bytes | Status) -> None:
+        watching = self._watching.pop(handle, None)
+        if watching is not None:
+            for arrival in watching[1]:
+                arrival(value)
 
     def take(self, handle: int) -> bytes | None:
         """The buffer if it is here; it is forgotten."""
         data = self._buffers.pop(handle, None)
-        if data is not None:
-            self.bytes -= len(data)
+        if not isinstance(data, bytes):
+            return None
+        self.bytes -= len(data)
         return data
 
-    def peek(self, handle: int) -> bytes | None:
-        """The buffer if it is here; it stays."""
-        return self._buffers.get(handle)
+    def look_up(self, handle: int, arrival: Arrival) -> None:
+        """Call ``arrival`` with the buffer, now or when it comes, or with an error; the buffer stays. The client
+        asks for a buffer at the same time as it asks for the copy that fills it."""
+        value = self._buffers.get(handle)
+        if value is not None:
+            arrival(value)
+            return
+        _, arrivals = self._watching.setdefault(handle, (time.monotonic() + self._timeout_seconds, []))
+        arrivals.append(arrival)
 
     def when_here(self, handle: int, arrival: Arrival) -> None:
         """Call ``arrival`` with the buffer, which is not here yet, or with an error after the timeout."""
@@ -56,8 +76,9 @@ class HostBufferStore:
     def tick(self) -> None:
         """Fail what waited too long."""
         now = time.monotonic()
-        for handle in [h for h, (deadline, _) in self._waiting.items() if now >= deadline]:
-            _, arrivals = self._waiting.pop(handle)
+        late = [(t, h) for t in (self._waiting, self._watching) for h, (deadline, _) in t.items() if now >= deadline]
+        for table, handle in late:
+            _, arrivals = table.pop(handle)
             error = statuses.deadline_exceeded(
                 f"host buffer {handle} did not arrive within {self._timeout_seconds} s (host_buffer_timeout_seconds)"
             )
@@ -66,8 +87,9 @@ class HostBufferStore:
 
     def close(self) -> None:
         """The session ended: nothing more will come."""
-        waiting, self._waiting = self._waiting, {}
-        for _, arrivals in waiting.values():
+        waiting = [*self._waiting.values(), *self._watching.values()]
+        self._waiting, self._watching = {}, {}
+        for _, arrivals in waiting:
             for arrival in arrivals:
                 arrival(statuses.data_loss("the client went away"))
         self._buffers.clear()

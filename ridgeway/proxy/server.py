@@ -176,10 +176,14 @@ class ProxyServer:
     async def _lookup(self, data: bytes, context: Any) -> None:
         request = messages.GrpcHostBufferLookupRequest.FromString(data)
         session = self._session_by_number(request.session_id)
-        found = None if session is None else session.buffers.peek(request.handle)
-        if found is None:
-            await self._abort(context, statuses.invalid_argument(
-                f"session {request.session_id} has no host buffer {request.handle}"))
+        if session is None:
+            await self._abort(context, statuses.invalid_argument(f"there is no session {request.session_id}"))
+            raise AssertionError("abort raises")
+        arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        session.buffers.look_up(request.handle, lambda value: None if arrived.done() else arrived.set_result(value))
+        found = await arrived
+        if isinstance(found, statuses.Status):
+            await self._abort(context, found)
             raise AssertionError("abort raises")
         view = memoryview(found)
         for start in range(0, max(len(view), 1), LOOKUP_CHUNK_BYTES):

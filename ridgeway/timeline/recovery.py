@@ -10,6 +10,7 @@ wrong. Two decisions give the result its meaning:
   phase `unattributed` that says what is missing, not given to a neighbour.
 """
 
+import bisect
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -378,7 +379,8 @@ class _Account:
         return [
             moment
             for moment in self._all("arrays_made")
-            if not any(abs(moment.instant - probe) <= ARRAYS_MADE_WINDOW_SECONDS for probe in probes)
+            if bisect.bisect_left(probes, moment.instant - ARRAYS_MADE_WINDOW_SECONDS)
+            == bisect.bisect_right(probes, moment.instant + ARRAYS_MADE_WINDOW_SECONDS)
         ]
 
     def _is_probe(self, moment: Moment) -> bool:

@@ -129,9 +129,7 @@ class HoldingProxy:
                 status.fill_status_proto(response.response_metadata.status, error.status)
             except Exception as error:
                 self.failures.append(f"{name}: {error!r}")
-                status.fill_status_proto(
-                    response.response_metadata.status, status.internal(f"{name}: {error!r}")
-                )
+                status.fill_status_proto(response.response_metadata.status, status.internal(f"{name}: {error!r}"))
             yield response
 
     # One method for each request the tests' clients make.
@@ -206,9 +204,7 @@ class HoldingProxy:
                 for index in indices.indices:
                     shards[index] = value
             if [shard.shape for shard in shards] != list(sharding.shard_shapes(shape)):
-                raise status.internal(
-                    f"shards {[s.shape for s in shards]} are not those of {sharding}"
-                ).error()
+                raise status.internal(f"shards {[s.shape for s in shards]} are not those of {sharding}").error()
             held = HeldArray(spec.array_spec.dtype.kind, shape, sharding, blob, shards)
             wanted = request.array_handles[position] if request.array_handles else 0
             body.array_handles.append(self._hold(wanted, held))

@@ -35,8 +35,7 @@ def factors(generator: random.Random, count: int) -> list[int]:
 def case(sharding: Sharding, device_ids: list[int], op_sharding: bytes, shape: tuple[int, ...]) -> list[Any]:
     by_device = {device.id: index for device, index in sharding.devices_indices_map(shape).items()}
     domains = [
-        [part.indices(dim)[:2] for part, dim in zip(by_device[device], shape, strict=True)]
-        for device in device_ids
+        [part.indices(dim)[:2] for part, dim in zip(by_device[device], shape, strict=True)] for device in device_ids
     ]
     return [device_ids, op_sharding.hex(), shape, domains]
 

@@ -26,9 +26,7 @@ if jax.__version_info__ < (0, 12):
     # Older releases carry the client, but have no backend of that name until somebody registers it.
     backend.register_backend_factory(
         "proxy",
-        lambda: ifrt_proxy.get_client(
-            jax.config.read("jax_backend_target"), ifrt_proxy.ClientConnectionOptions()
-        ),
+        lambda: ifrt_proxy.get_client(jax.config.read("jax_backend_target"), ifrt_proxy.ClientConnectionOptions()),
         priority=-1,
     )
 devices = jax.devices()
@@ -37,9 +35,7 @@ one = SingleDeviceSharding(devices[1])
 names = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
 scalars = [np.dtype(name) for name in names.split()]
 scalars += [
-    np.dtype(getattr(ml_dtypes, name))
-    for name in dir(ml_dtypes)
-    if name.startswith(("int", "uint", "float", "bf"))
+    np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith(("int", "uint", "float", "bf"))
 ]
 for dtype in scalars:
     base = (np.arange(120).reshape(5, 8, 3) % 2).astype(dtype)

@@ -46,9 +46,7 @@ def test_every_declared_name_can_be_made() -> None:
 
 
 def test_an_unknown_message_is_named() -> None:
-    with pytest.raises(
-        descriptors.DescriptorError, match=r"jaxlib .* does not describe the message xla\.Nothing"
-    ):
+    with pytest.raises(descriptors.DescriptorError, match=r"jaxlib .* does not describe the message xla\.Nothing"):
         messages.message_class("xla.Nothing")
     with pytest.raises(AttributeError, match="Nothing"):
         messages.Nothing  # type: ignore[attr-defined]  # noqa: B018
@@ -155,9 +153,10 @@ def test_descriptions_are_found_between_other_bytes() -> None:
         data = bytearray(b"\0")
         for file in files:
             data += file.SerializeToString()
-            # Some directly behind one another, some with what may look like a further field.
-            filler = generator.choice([b"", b"\0\0", generator.randbytes(40), b"\x22\x02ab", b"\x0a\x03abc"])
-            data += filler if file.syntax else b"\0" + filler
+            # Others follow directly, or bytes that may look like a further field. Without a syntax only a
+            # field that cannot follow ends a file.
+            fillers = [b"", b"\0\0", b"\0" + generator.randbytes(40), b"\x0a\x03abc"]
+            data += generator.choice([*fillers, b"\x22\x02ab"] if file.syntax else fillers)
         data += files[0].SerializeToString()[:-3]
         found = descriptors.extract(bytes(data))
         assert found == {file.name: file for file in files}

@@ -79,9 +79,7 @@ def test_index_domains_are_those_of_jax(reference: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("type_name", "data", "devices", "tiles"), CAPTURED)
-def test_blobs_of_a_stock_client(
-    type_name: str, data: str, devices: tuple[int, ...], tiles: tuple[int, ...]
-) -> None:
+def test_blobs_of_a_stock_client(type_name: str, data: str, devices: tuple[int, ...], tiles: tuple[int, ...]) -> None:
     sharding = shardings.parse_blob(type_name, bytes.fromhex(data))
     assert sharding.devices == devices
     assert sharding.type_name == type_name
@@ -156,6 +154,12 @@ def test_subgroups_keep_their_tile_but_may_be_partial(fields: dict[str, Any], pa
     assert sharding.tiling.partial is partial
     one = parse_hlo((0, 1), tiled([1, 2], **fields))
     assert one.is_fully_replicated is not partial
+
+
+def test_a_subgroup_of_one_device_is_not_partial() -> None:
+    sharding = parse_hlo((0, 1), tiled([2, 1], last_tile_dims=[UNREDUCED]))
+    assert sharding.tiling is not None
+    assert not sharding.tiling.partial
 
 
 def test_two_subgroups() -> None:
@@ -380,9 +384,7 @@ def test_a_damaged_op_sharding_is_not_built_into_a_blob() -> None:
 
 def test_every_order_of_iota_is_a_permutation() -> None:
     for perm in itertools.permutations(range(3)):
-        sharding = parse_hlo(
-            tuple(range(24)), tiled([24], iota_reshape_dims=[2, 3, 4], iota_transpose_perm=list(perm))
-        )
+        sharding = parse_hlo(tuple(range(24)), tiled([24], iota_reshape_dims=[2, 3, 4], iota_transpose_perm=list(perm)))
         order = np.arange(24).reshape(2, 3, 4).transpose(perm).ravel()
         starts = [domain[0].start for domain in sharding.index_domains((24,))]
         assert [starts[position] for position in order] == list(range(24))

@@ -19,8 +19,7 @@ COLLECTIVE_TEXTS = [
     "XlaRuntimeError: UNKNOWN: Gloo AllGather failed: Timed out waiting 30000ms for recv operation",
     "INTERNAL: [id=3] Termination timeout for `all reduce` of 40 seconds exceeded. Expected 4 threads to "
     "join the rendezvous, but only 3 of them arrived on time.",
-    "INTERNAL: NCCL operation ncclAllReduce(send, recv) failed: remote process exited or there was a "
-    "network error",
+    "INTERNAL: NCCL operation ncclAllReduce(send, recv) failed: remote process exited or there was a network error",
     "ABORTED: Execution was aborted",
     "CANCELLED: ",
     "UNAVAILABLE: Socket closed",
@@ -86,6 +85,17 @@ def test_what_a_program_does_is_never_retried(text: str, code: Code) -> None:
 def test_a_loss_or_a_deadline_keeps_its_code(code: Code) -> None:
     result = status.classify_runtime_error(f"jaxlib.JaxRuntimeError: {code.name}: host 3 is down")
     assert result == Status(code, "host 3 is down")
+
+
+def test_long_reports_are_read_at_both_ends() -> None:
+    filling = "collective nccl peer barrier communicator gloo " * 20_000
+    assert status.classify_runtime_error(f"INTERNAL: out of memory {filling}").code is Code.RESOURCE_EXHAUSTED
+    assert status.classify_runtime_error(f"INTERNAL: {filling} out of memory").code is Code.RESOURCE_EXHAUSTED
+    ended = status.classify_runtime_error(f"INTERNAL: {filling} Connection closed by peer")
+    assert ended.code is Code.DATA_LOSS
+    assert len(ended.message) > len(filling)
+    unclear = status.classify_runtime_error(f"INTERNAL: {filling}")
+    assert unclear.code is Code.UNKNOWN
 
 
 def test_the_retried_words_are_those_of_the_installed_pathwaysutils() -> None:
