@@ -306,6 +306,7 @@ def run(
                 )
                 restarted_steps = train_to_the_end()
 
+    metrics = Path(f"{job.metrics_file}.0").read_text("utf-8")
     intervals = [*jobs.step_intervals_seconds(steps), *jobs.step_intervals_seconds(restarted_steps)]
     return {
         "processes": options.shape.slices,
@@ -313,7 +314,7 @@ def run(
         "start_to_first_step_seconds": start_to_first_step,
         "median_step_seconds": jobs.median_step_seconds([*steps, *restarted_steps]),
         "step_seconds": intervals,
-        "losses": {str(record.step): record.loss for record in [*steps, *restarted_steps]},
+        "losses": {str(record.step): record.loss for record in jobs.parse_metrics(metrics)},
         "recovery": asdict(recovery) if recovery else None,
         "logs": str(logs),
     }

@@ -121,6 +121,16 @@ class ClusterFolder:
         self._lock_descriptor = None
 
 
+def already_running(name: str) -> ClusterError:
+    """What to say when a name is taken."""
+    pid = supervisor_pid(name)
+    by = f" (supervisor pid {pid})" if pid is not None else ""
+    return ClusterError(
+        f"a cluster named {name!r} already runs{by}; stop it with `ridgeway down --cluster {name}`, or give this "
+        "one another name and ports (--cluster NAME --proxy-port 0 --cluster-port 0)"
+    )
+
+
 def create(name: str) -> ClusterFolder:
     """Take a name for a cluster that this process starts.
 
@@ -141,12 +151,7 @@ def create(name: str) -> ClusterFolder:
         if descriptor is None:
             if turn < LOCK_ATTEMPTS - 1:
                 continue
-            record = read_record(path)
-            by = f" (supervisor pid {record.supervisor_pid})" if record is not None else ""
-            raise ClusterError(
-                f"a cluster named {name!r} already runs{by}; stop it with `ridgeway down --cluster {name}`, "
-                "or give this one another name and ports (--cluster NAME --proxy-port 0 --cluster-port 0)"
-            )
+            raise already_running(name)
         if _is_current(path, descriptor):
             (path / _CLUSTER_FILE).unlink(missing_ok=True)
             os.pwrite(descriptor, f"{os.getpid():<12}\n".encode(), 0)

@@ -68,6 +68,9 @@ def start_detached(options: LocalOptions, say: Callable[[str], None]) -> Cluster
       LaunchError: it did not come up; the message says why. Nothing is left running.
     """
     reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    sys.stdout.flush()
+    sys.stderr.flush()
     child = os.fork()
     if child == 0:
         os.close(reader)
@@ -106,7 +109,8 @@ def _detach(options: LocalOptions, writer: int) -> NoReturn:
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
-        os.close(null)
+        os.closerange(3, writer)
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
         code = _supervise(options, writer)
     finally:
         os._exit(code)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -117,7 +118,7 @@ class _Command:
         record = self._cluster.record
         assert record is not None
         parent = os.getpid()
-        self._say(f"running: {' '.join(self._command)}")
+        self._say(f"running: {shlex.join(self._command)}")
         try:
             return await asyncio.create_subprocess_exec(
                 *self._command,

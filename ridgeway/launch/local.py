@@ -265,6 +265,8 @@ class LocalCluster:
 
     def _event(self, event: dict[str, Any]) -> None:
         self._next_event = max(self._next_event, event.get("sequence", -1) + 1)
+        if self._stopping:
+            return
         text = narrate(event)
         if text is not None:
             self._say(text)

@@ -325,7 +325,7 @@ def load_files() -> list[descriptor_pb2.FileDescriptorProto]:
 def load_pool() -> descriptor_pool.DescriptorPool:
     """A pool of its own with every message of the IFRT proxy protocol, made once per process.
 
-    Takes about a second with cold disks, 0.2 s from memory, some milliseconds from the cache.
+    Takes some milliseconds from the cache, and a few tenths of a second when the library must be read.
 
     Raises:
         DescriptorError: jaxlib is missing, or does not describe a message in `REQUIRED_MESSAGES`; says which

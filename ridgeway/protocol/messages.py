@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import message_factory
 
-from ridgeway.protocol import descriptors
+from ridgeway.protocol import descriptors, versions
 
 # gRPC service, its messages and the session's two envelopes.
 GrpcGetVersionRequest: Any
@@ -153,7 +153,7 @@ def message_class(full_name: str) -> Any:
     except KeyError:
         raise descriptors.DescriptorError(
             f"The installed jaxlib {descriptors.jaxlib_version()} does not describe the message {full_name}. "
-            f"Ridgeway supports jax and jaxlib {descriptors.versions.SUPPORTED_JAX}; install one of those."
+            f"Ridgeway supports jax and jaxlib {versions.SUPPORTED_JAX}; install one of those."
         ) from None
     return message_factory.GetMessageClass(descriptor)
 

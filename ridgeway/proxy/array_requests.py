@@ -10,7 +10,7 @@ from ridgeway.protocol import status as statuses
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import Status, status_from_proto
 from ridgeway.proxy.arrays import Array
-from ridgeway.proxy.dispatch import HostPart
+from ridgeway.proxy.dispatch import HostPart, defer
 from ridgeway.proxy.services import Handler
 from ridgeway.proxy.session import LATER, Session
 
@@ -119,7 +119,8 @@ def _relabel(session: Session, shards: list[tuple[Array, int]], target: Array) -
     hold = next((source.held for source, _ in shards if source.held is not None), None)
     if hold is not None:
         target.held = hold
-        hold.defer(lambda error: target.fail(error) if error is not None else _relabel(session, shards, target))
+        sources = [source for source, _ in shards]
+        defer(hold, sources, lambda error: target.fail(error) if error is not None else _relabel(session, shards, target))
         return
     by_device = {source.devices[index]: source.group_at(index) for source, index in shards if source.strings is None}
     if shards and shards[0][0].strings is not None:

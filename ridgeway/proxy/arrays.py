@@ -38,7 +38,7 @@ class BufferGroup:
 class Array:
     """One array value; errors are values too."""
 
-    __slots__ = ("_checked_epoch", "deleted", "error", "groups", "held", "kind", "released", "shape", "sharding", "strings")
+    __slots__ = ("_checked_epoch", "_pins", "deleted", "error", "groups", "held", "kind", "released", "shape", "sharding", "strings")
 
     def __init__(self, kind: int, shape: Shape, sharding: Sharding):
         self.kind = kind
@@ -54,6 +54,7 @@ class Array:
         self.released = False
         """the client has dropped it"""
         self._checked_epoch = -1
+        self._pins = 0
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -66,6 +67,16 @@ class Array:
         self.held = None
         for group in _distinct(groups):
             group.references += 1
+        if self.released or self.deleted:
+            self._drop()
+
+    def pin(self) -> None:
+        """Work that is held will use it: what the client does with it meanwhile comes after that use."""
+        self._pins += 1
+
+    def unpin(self) -> None:
+        """The held work has used it."""
+        self._pins -= 1
         if self.released or self.deleted:
             self._drop()
 
@@ -86,6 +97,8 @@ class Array:
         self._drop()
 
     def _drop(self) -> None:
+        if self._pins > 0 and self.error is None:
+            return
         groups, self.groups = self.groups, None
         self.strings = None
         if groups is not None:
@@ -102,7 +115,7 @@ class Array:
         """Why this array cannot be used, or None. What was lost stays lost, also after its host is back."""
         if self.error is not None:
             return self.error
-        if self.deleted:
+        if self.deleted and self._pins == 0:
             return statuses.invalid_argument("the array was deleted or donated")
         if self._checked_epoch != manager.epoch and self.groups is not None:
             for group in _distinct(self.groups):

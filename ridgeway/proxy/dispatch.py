@@ -11,6 +11,7 @@ from typing import Any
 
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import ResourceManager
+from ridgeway.cluster.slice_hold import SliceHold
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.proxy.arrays import Array, BufferGroup
@@ -126,7 +127,7 @@ class Dispatcher:
                 else:
                     self._fail_execution(error, executable, arguments, results, kept, done)
 
-            hold.defer(go_on)
+            defer(hold, arguments, go_on)
             return
         references = None if problem is not None else self._references(executable, arguments)
         if isinstance(references, Status):
@@ -200,7 +201,7 @@ class Dispatcher:
                 done(error)
                 return
             if array.held is not None:
-                array.held.defer(lambda error: done(error) if error is not None else self.ready(arrays, done))
+                defer(array.held, arrays, lambda error: done(error) if error is not None else self.ready(arrays, done))
                 return
         wanted: dict[ExecutorLink, dict[int, None]] = {}
         for array in arrays:
@@ -220,7 +221,10 @@ class Dispatcher:
             done(error, b"")
             return
         if array.held is not None:
-            array.held.defer(lambda error: done(error, b"") if error is not None else self.fetch(array, strides, done))
+            defer(
+                array.held, [array],
+                lambda error: done(error, b"") if error is not None else self.fetch(array, strides, done),
+            )  # fmt: skip
             return
         if array.strings is not None:
             done(None, array.strings)
@@ -245,7 +249,7 @@ class Dispatcher:
         hold = source.held or (self.manager.hold_for(target.devices) if isinstance(executors, Status) else None)
         if hold is not None:
             target.held = hold
-            hold.defer(lambda error: target.fail(error) if error is not None else self.copy(source, target))
+            defer(hold, [source], lambda error: target.fail(error) if error is not None else self.copy(source, target))
             return
         if isinstance(executors, Status):
             target.fail(executors)
@@ -275,6 +279,21 @@ class Dispatcher:
         for executor, mine in parts.items():
             executor.send(["copy", result.number, target.sharding.memory_kind, mine])
         target.bind(result)
+
+
+def defer(hold: SliceHold, used: Sequence[Array], continuation: Done) -> None:
+    """Hold work that uses arrays; dropping or deleting them meanwhile does not disturb it."""
+    for array in used:
+        array.pin()
+
+    def go_on(error: Status | None) -> None:
+        try:
+            continuation(error)
+        finally:
+            for array in used:
+                array.unpin()
+
+    hold.defer(go_on)
 
 
 def _groups_of(array: Array) -> Sequence[BufferGroup]:

@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -159,11 +160,11 @@ def _one(recovery: Recovery) -> Group:
     table.add_column("of it compiling", _blank(compiling), justify="right", no_wrap=True)
     for phase in recovery.phases:
         share = f"{100 * phase.seconds / recovery.seconds:.0f} %" if recovery.seconds else ""
-        title = f"{phase.title}\n  {phase.note}" if phase.note else phase.title
+        title: RenderableType = phase.title
+        if phase.note:
+            title = Group(title, Padding(Text(phase.note, overflow="fold"), (0, 0, 0, 2)))
         until = f"{phase.begin_seconds + phase.seconds:.3f}"
-        table.add_row(
-            Text(title, overflow="fold"), until, f"{phase.seconds:.3f}", share, _blank(phase.compiling_seconds)
-        )
+        table.add_row(title, until, f"{phase.seconds:.3f}", share, _blank(phase.compiling_seconds))
     if not any(phase.name == UNATTRIBUTED for phase in recovery.phases):
         table.add_row(TITLES[UNATTRIBUTED], "", "0.000", "0 %" if recovery.seconds else "", "")
     return Group(head, *lines, table)

@@ -12,6 +12,9 @@ from typing import Any
 #: A number of seconds beyond this (31 thousand years) is no instant of a clock.
 _CLOCK_LIMIT_SECONDS = 1e12
 
+#: What happens to all sessions alike, whatever fields an event has.
+_CLUSTER_KINDS = frozenset({"cluster_started", "host_lost", "signal_delivered", "slice_ready"})
+
 SessionName = int | str
 
 
@@ -48,6 +51,8 @@ class Moment:
     @property
     def session(self) -> SessionName | None:
         """The session it belongs to; None for an event of the cluster as a whole."""
+        if self.kind in _CLUSTER_KINDS:
+            return None
         value = self.fields.get("session")
         return value if isinstance(value, int | str) and not isinstance(value, bool) else None
 

@@ -12,7 +12,6 @@ import collections
 import importlib.metadata
 import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -21,13 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import ridgeway
 from ridgeway.settings import Settings, load_settings
 from ridgeway.transport.authentication import AuthenticationError
 from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed, StreamLink, open_link
 from ridgeway.worker import agent_core as core
 from ridgeway.worker import process, template
+from ridgeway.worker.process_identity import hello_versions
 
 DEFAULT_CONNECT_TIMEOUT_SECONDS = 60.0
 #: Longest pause between two looks at the clock.
@@ -181,9 +180,7 @@ class AgentProcess:
         dies; its children write straight to this agent's stderr."""
         ours, theirs = socket.socketpair()
         # Written to before the process exists, so that no order of the head has to wait for it.
-        reader, self._template_writer = await asyncio.open_connection(
-            sock=ours, limit=template.LINE_LIMIT_BYTES
-        )
+        reader, self._template_writer = await asyncio.open_connection(sock=ours, limit=template.LINE_LIMIT_BYTES)
         log = os.dup(2)
         command = [
             sys.executable, "-m", "ridgeway.worker.template",
@@ -284,21 +281,8 @@ def read_secret(secret_file: str | None) -> str:
         return secret
     secret = os.environ.get(SECRET_VARIABLE, "")
     if not secret:
-        raise ValueError(
-            f"no cluster secret: set {SECRET_VARIABLE}, or name the head's secret file with --secret-file"
-        )
+        raise ValueError(f"no cluster secret: set {SECRET_VARIABLE}, or name the head's secret file with --secret-file")
     return secret
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of what has to match between the processes of a cluster, without importing any of it."""
-    versions = {"ridgeway": ridgeway.__version__, "python": platform.python_version()}
-    for name in ("jax", "jaxlib"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 def address_towards(host: str, port: int) -> str:
@@ -363,6 +347,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _versions() -> dict[str, str]:
+    try:
+        return hello_versions()
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed beside {sys.executable}; install ridgeway there") from None
+
+
 def _identity(options: argparse.Namespace) -> core.Identity:
     head_host, head_port = split_address(options.head)
     if (options.slice is None) != (options.host is None):
@@ -383,7 +374,7 @@ def _identity(options: argparse.Namespace) -> core.Identity:
         launch_id=options.launch_id,
         pid=os.getpid(),
         hostname=socket.gethostname(),
-        versions=installed_versions(),
+        versions=_versions(),
     )
 
 

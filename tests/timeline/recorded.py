@@ -37,9 +37,7 @@ def probes(stream: Stream, at: float, answers: dict[int, tuple[float, bool]], se
     """A round of pathwaysutils' probes: all sent at `at`, answered as told."""
     for slice_index, (answered, ok) in answers.items():
         stream.add(at, "program_started", session=session, name="jit__fun", devices=2, arguments=1)
-        stream.add(
-            answered, "probe_answered", session=session, slice=slice_index, held_seconds=answered - at, ok=ok
-        )
+        stream.add(answered, "probe_answered", session=session, slice=slice_index, held_seconds=answered - at, ok=ok)
     return stream.add(at + 0.05, "arrays_made", session=session, count=len(answers), bytes=16 * len(answers))
 
 
@@ -52,9 +50,7 @@ def resume(stream: Stream, at: float, session: int = 1, slice_index: int = 2) ->
     )  # fmt: skip
     stream.add(at + 0.05, "slice_lost", slice=slice_index)
     stream.add(at + 0.05, "generation_aborted", generation=1, cause="host lost")
-    stream.add(
-        at + 0.06, "step_program", session=session, name=STEP, executions=20, median_seconds=0.1
-    )
+    stream.add(at + 0.06, "step_program", session=session, name=STEP, executions=20, median_seconds=0.1)
     stream.add(at + 0.10, "survivors_aborted", generation=1, seconds=0.05)
     # Dispatched before the program knew; it never completes.
     stream.add(at + 0.20, "program_started", session=session, name=STEP, devices=6, arguments=40)
@@ -67,9 +63,7 @@ def resume(stream: Stream, at: float, session: int = 1, slice_index: int = 2) ->
     stream.add(at + 0.80, "slice_ready", slice=slice_index)
     stream.add(at + 1.60, "compiled", session=session, program="a", name="jit_init", seconds=0.1, cache="hit")
     stream.add(at + 1.70, "generation_started", generation=2, members=[[0, 0], [1, 0], [2, 0]])
-    stream.add(
-        at + 2.00, "generation_ready", generation=2, members=[[0, 0], [1, 0], [2, 0]], seconds=0.3
-    )
+    stream.add(at + 2.00, "generation_ready", generation=2, members=[[0, 0], [1, 0], [2, 0]], seconds=0.3)
     stream.add(at + 2.10, "program_started", session=session, name="jit_init", devices=6, arguments=1)
     stream.add(at + 2.20, "program_completed", session=session, name="jit_init", devices=6, seconds=0.1)
     stream.add(at + 2.60, "arrays_made", session=session, count=300, bytes=1 << 20)
