@@ -10,7 +10,7 @@ from ridgeway.cluster.topology import Topology
 #: Measured with jax 0.12: agent, template, executor and compiler of one host, before any array.
 WORKER_BYTES = 150 << 20
 #: Threads and buffers of one CPU device.
-DEVICE_BYTES = 10 << 20
+DEVICE_BYTES = 5 << 20
 HEAD_BYTES = 150 << 20
 
 

@@ -265,7 +265,7 @@ class LocalCluster:
 
     def _event(self, event: dict[str, Any]) -> None:
         self._next_event = max(self._next_event, event.get("sequence", -1) + 1)
-        if self._stopping:
+        if self._stopping or self._failure.done():
             return
         text = narrate(event)
         if text is not None:
@@ -300,7 +300,7 @@ class LocalCluster:
         return asyncio.get_running_loop().time()
 
     def _apply(self, effects: list[supervision.Effect]) -> None:
-        if self._stopping:
+        if self._stopping or self._failure.done():
             return
         for effect in effects:
             match effect:
@@ -430,8 +430,13 @@ class LocalCluster:
     # ---- odds and ends
 
     def _fail(self, reason: str) -> None:
-        if not self._failure.done():
-            self._failure.set_result(reason)
+        """The cluster as a whole is lost: end the workers now, replace none, and leave the rest to `stop`."""
+        if self._failure.done():
+            return
+        self._failure.set_result(reason)
+        for worker in self._workers.values():
+            kill_group(worker)
+        self._kill_when_started |= self._starting
 
     def _say(self, text: str) -> None:
         self._user_say(text)

@@ -159,6 +159,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _run(options: argparse.Namespace, secret: str) -> None:
     await Head(options, secret).run()
+    # Everything is closed. asyncio would now wait for grpc's own tasks, which may never end.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _explain(error: Exception, options: argparse.Namespace) -> str:

@@ -22,6 +22,9 @@ TITLES = {
     UNATTRIBUTED: "unattributed",
 }
 
+#: A part of a phase shorter than this goes to the generation that cuts it off.
+SLIVER_SECONDS = 0.001
+
 Span = tuple[float, float]
 
 
@@ -130,6 +133,9 @@ def _cut(stretch: _Stretch, spans: Iterable[Span]) -> list[_Stretch]:
         if first >= stretch.end or last <= stretch.begin:
             continue
         first, last = max(first, stretch.begin), min(last, stretch.end)
+        # Slivers would only be noise: an order is recorded a moment before what it sets off.
+        first = position if first - position < SLIVER_SECONDS else first
+        last = stretch.end if stretch.end - last < SLIVER_SECONDS else last
         if first > position:
             parts.append(dataclasses.replace(stretch, begin=position, end=first))
         parts.append(_Stretch("generation_ready", first, last))

@@ -19,12 +19,14 @@ from ridgeway.timeline.phases import UNATTRIBUTED, Mark, Phase, Span, merge, sha
 from ridgeway.timeline.stream import Moment, Run, SessionName, by_session, read_runs
 from ridgeway.timeline.windows import (
     COMPLETED,
+    EARLY_SECONDS,
     JOINT_LOSS_SECONDS,
     SESSION_ENDED,
     Kills,
     Window,
     repair_windows,
     session_windows,
+    shutdown_losses,
 )
 
 #: `arrays_made` comes at the end of a window of 0.1 s. So close to a probe it may speak of the probe's own array.
@@ -129,7 +131,7 @@ def find_recoveries(events: Iterable[Any], killed_at: Collection[float] = ()) ->
     found: list[Recovery] = []
     for run in read_runs(events):
         kills = Kills(run, killed_at)
-        told: set[int] = set()
+        told = shutdown_losses(run)
         for session, moments in by_session(run).items():
             for window in session_windows(moments, session):
                 told.update(moment.index for moment in window.losses)
@@ -148,8 +150,7 @@ class _Account:
         self, run: Run, moments: Sequence[Moment], window: Window, session: SessionName | None, kills: Kills
     ) -> None:
         self._run = run
-        self._before = moments[: window.begin]
-        self._view = moments[window.begin : window.end + 1]
+        self._view = [*window.early, *moments[window.begin : window.end + 1]]
         self._window = window
         self._session = session
         self._done = window.outcome == COMPLETED
@@ -168,7 +169,7 @@ class _Account:
         return Recovery(
             number=0,
             session=self._session,
-            losses=tuple(map(self._loss, self._window.losses)),
+            losses=self._losses(),
             outcome=self._window.outcome,
             mode=mode,
             start_time=self._start + self._run.wall_offset,
@@ -180,15 +181,26 @@ class _Account:
             compile_misses=sum(moment.text("cache") == "miss" for moment in compiled),
         )
 
-    def _loss(self, moment: Moment) -> Loss:
-        return Loss(
-            *moment.host,
-            time=moment.instant + self._run.wall_offset,
-            seconds=moment.instant - self._start,
-            code=moment.text("code"),
-            cause=moment.text("cause"),
-            executor_only=moment.flag("executor_only"),
-        )
+    def _losses(self) -> tuple[Loss, ...]:
+        found: list[Loss] = []
+        for moment in self._window.losses:
+            loss = Loss(
+                *moment.host,
+                time=moment.instant + self._run.wall_offset,
+                seconds=moment.instant - self._start,
+                code=moment.text("code"),
+                cause=moment.text("cause"),
+                executor_only=moment.flag("executor_only"),
+            )
+            for index, other in enumerate(found):
+                same = (other.slice, other.host) == (loss.slice, loss.host) and other.executor_only
+                if same and loss.seconds - other.seconds <= JOINT_LOSS_SECONDS:
+                    # One death, noticed twice: the executor's connection closed before its agent's.
+                    found[index] = dataclasses.replace(other, executor_only=loss.executor_only)
+                    break
+            else:
+                found.append(loss)
+        return tuple(found)
 
     def _milestones(self, marks: Iterable[Mark]) -> tuple[Milestone, ...]:
         known = [(mark.name, mark.instant, mark.source) for mark in marks if mark.instant is not None]
@@ -232,27 +244,34 @@ class _Account:
     def _marks(self) -> tuple[str | None, list[Mark]]:
         """How the recovery went, and its milestones in their order."""
         errors = self._all("error_raised")
-        aborted = next(iter(self._all("survivors_aborted")), None)
+        # One from just before the loss counts only if none follows.
+        aborts = self._all("survivors_aborted")
+        aborted = next((m for m in aborts if m.index > self._window.losses[0].index), next(iter(aborts), None))
         done = [Mark("first_step_done", self._end, self._view[-1].kind)] if self._done else []
         marks = [self._killed, Mark("detected", self._detected, "host_lost")]
         if self._undisturbed():
             return UNDISTURBED, [*marks, _mark("survivors_aborted", aborted, required=False), *done]
-        marks.append(_mark("survivors_aborted", aborted, required=self._had_survivors()))
+        abort = _mark("survivors_aborted", aborted, required=self._had_survivors())
         if self._session is None:
             mode, arrival, _ = self._arrival([], None, None, self._end)
-            return mode, [*marks, arrival]
-        marks.append(_mark("error_raised", errors[0] if errors else None))
+            return mode, [*marks, abort, arrival]
+        error = _mark("error_raised", errors[0] if errors else None)
+        # Neither waits for the other.
+        late = aborted is not None and bool(errors) and aborted.index > errors[0].index
+        marks += [error, abort] if late else [abort, error]
         if errors and errors[-1].instant - errors[0].instant > JOINT_LOSS_SECONDS:
             marks.append(_mark("attempt_failed", errors[-1]))
         base = errors[-1].index if errors else self._window.losses[-1].index
-        answers = [moment for moment in self._all("probe_answered") if moment.index > base]
-        step_start = self._step_start(answers[0].index if answers else base)
+        # The head tells of an answer only where it held a probe; else of the probe's program.
+        probes = [m for m in self._all("program_started") if self._is_probe(m)] + self._all("probe_answered")
+        probes = sorted((m for m in probes if m.index > base), key=lambda moment: moment.index)
+        step_start = self._step_start(probes[0].index if probes else base)
         if step_start is not None:
             # A thread of pathwaysutils goes on probing the slices that are down while others train.
-            answers = [moment for moment in answers if moment.instant <= step_start]
-        decision, entry = self._entry(base, answers)
+            probes = [moment for moment in probes if moment.instant <= step_start]
+        decision, entry = self._entry(base, probes)
         settled = self._end if step_start is None else step_start
-        mode, arrival, accepted = self._arrival(answers, decision, entry, settled)
+        mode, arrival, accepted = self._arrival(probes, decision, entry, settled)
         restored = self._restored(base if entry is None else entry.index - 1, step_start)
         return mode, [*marks, arrival, accepted, _mark("function_reentered", entry), restored, *done]
 
@@ -271,18 +290,18 @@ class _Account:
         losses = self._window.losses
         lost = {moment.host for moment in losses if moment.instant - self._detected <= JOINT_LOSS_SECONDS}
         over: set[int | None] = set()
-        known = False
-        for moment in reversed(self._before):
-            if moment.kind == "generation_aborted":
-                over.add(moment.integer("generation"))
-            elif moment.kind in ("generation_started", "generation_ready"):
-                members = _members(moment)
-                if members.isdisjoint(lost):
-                    continue
-                known = True
-                if moment.integer("generation") not in over:
-                    return bool(members - lost)
-        return not known
+        for moment in reversed(self._run.moments[: losses[0].index]):
+            match moment.kind:
+                case "generation_aborted" if self._detected - moment.instant > EARLY_SECONDS:
+                    over.add(moment.integer("generation"))
+                case "generation_started" | "generation_ready":
+                    members = _members(moment)
+                    if not members.isdisjoint(lost):
+                        return moment.integer("generation") not in over and bool(members - lost)
+                case "cluster_started":
+                    # Nothing has spanned these hosts yet.
+                    return False
+        return True
 
     def _step_start(self, after: int) -> float | None:
         """When the step began whose end is the recovery's end."""
@@ -299,27 +318,28 @@ class _Account:
         # Not known by name: the head saw the end of the program that was started last.
         return starts[-1].instant if starts and last.kind == "recovery_completed" else None
 
-    def _entry(self, base: int, answers: Sequence[Moment]) -> tuple[Moment | None, Moment | None]:
-        """The last answer to the probes before the function was entered again, and its first activity."""
+    def _entry(self, base: int, probes: Sequence[Moment]) -> tuple[Moment | None, Moment | None]:
+        """The last of the probes before the function was entered again, and its first activity."""
         # A program that is no probe proves that the function runs. Arrays do not: probes make some, too.
-        after = answers[0].index if answers else base
+        after = probes[0].index if probes else base
         programs = (m for m in self._all("compiled", "program_started") if m.index > after)
         program = next((moment for moment in programs if not self._is_probe(moment)), None)
         if program is None and not self._done:
-            return (answers[-1] if answers else None), None
+            return (probes[-1] if probes else None), None
         limit = self._view[-1].index if program is None else program.index
-        decision = next((moment for moment in reversed(answers) if moment.index < limit), None)
+        decision = next((moment for moment in reversed(probes) if moment.index < limit), None)
         after = base if decision is None else decision.index
         arrays = (moment for moment in self._arrays() if after < moment.index < limit)
         return decision, next(arrays, program)
 
     def _arrival(
-        self, answers: Sequence[Moment], decision: Moment | None, entry: Moment | None, settled: float
+        self, probes: Sequence[Moment], decision: Moment | None, entry: Moment | None, settled: float
     ) -> tuple[str | None, Mark, Mark]:
         """The mode; when the lost slices were back, or were done without; when the controller took them."""
         if decision is not None:
             settled = decision.instant
-            answers = [moment for moment in answers if moment.index <= decision.index]
+            probes = [moment for moment in probes if moment.index <= decision.index]
+        answers = [moment for moment in probes if moment.kind == "probe_answered"]
         lost = {loss.integer("slice"): loss.index for loss in self._window.losses}
         lost.pop(None, None)
         back = [
@@ -333,7 +353,7 @@ class _Account:
         unknown = Mark("slices_accepted", None, required=False)
         if entry is not None or self._done:
             # Without probes nobody decides: the function is just entered again.
-            return RESIZE, _mark("resize_decided", decision, required=bool(answers)), unknown
+            return RESIZE, _mark("resize_decided", decision, required=bool(probes)), unknown
         return None, Mark("slice_available", None), unknown
 
     def _back(self, slice_index: int | None, answers: Iterable[Moment], lost: int, settled: float) -> Moment | None:

@@ -136,7 +136,7 @@ def _tables(recoveries: Sequence[Recovery]) -> str:
     for recovery in recoveries:
         console.print(_one(recovery))
     console.print(_summary(summarize(recoveries)))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).rstrip("\n") + "\n"
 
 
 def _one(recovery: Recovery) -> Group:
@@ -144,12 +144,16 @@ def _one(recovery: Recovery) -> Group:
     start = "killed" if recovery.kill_known else "detected (no kill is known)"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(recovery.start_time))
     session = "" if recovery.session is None else f"; session {recovery.session}"
-    lines = [Text(f"{start} at {at}{session}")]
+    losses = Table.grid(padding=(0, 2))
+    losses.add_column(justify="right", no_wrap=True)
+    losses.add_column(no_wrap=True)
+    losses.add_column(no_wrap=True)
+    losses.add_column(overflow="fold")
     for loss in recovery.losses:
         what = "executor" if loss.executor_only else "host"
         why = ": ".join(part for part in (loss.code, loss.cause) if part) or "no cause given"
         where = f"slice {_number(loss.slice)} host {_number(loss.host)}"
-        lines.append(Text(f"  {loss.seconds:8.3f} s  {what} lost, {where}, {why}", overflow="fold"))
+        losses.add_row(f"{loss.seconds:10.3f} s", f"{what} lost", where, Text(why))
 
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
     table.add_column("phase", "total", min_width=30)
@@ -167,7 +171,7 @@ def _one(recovery: Recovery) -> Group:
         table.add_row(title, until, f"{phase.seconds:.3f}", share, _blank(phase.compiling_seconds))
     if not any(phase.name == UNATTRIBUTED for phase in recovery.phases):
         table.add_row(TITLES[UNATTRIBUTED], "", "0.000", "0 %" if recovery.seconds else "", "")
-    return Group(head, *lines, table)
+    return Group(head, Text(f"{start} at {at}{session}"), losses, table)
 
 
 def _summary(summary: dict[str, Any]) -> Group:

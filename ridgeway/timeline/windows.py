@@ -24,8 +24,18 @@ REPAIRED = "repaired"
 SESSION_ENDED = "session_ended"
 UNFINISHED = "unfinished"
 
-#: Events of a session that are no sign of its having noticed a loss.
-_NO_NOTICE = frozenset({"session_started", "step_program"})
+#: The start of a step so long after a loss, with no error raised, shows that the session was not interrupted.
+#: Programs are dispatched ahead, so one started right after a loss may still fail.
+STEPPING_ON_SECONDS = 5.0
+
+#: The head records what a loss leads to while it deals with it, some of it before the loss itself.
+EARLY_SECONDS = 0.25
+
+#: How long before the end of a cluster its workers may leave.
+SHUTDOWN_SECONDS = 5.0
+
+#: What a session does only when something was lost; the head records it only then.
+_NOTICE = frozenset({"error_raised", "program_started", "program_completed", "arrays_made", "recovery_completed"})
 
 _HARMLESS_SIGNALS = frozenset(
     {0}
@@ -43,28 +53,30 @@ class Window:
 
     begin: int
     step: str | None
-    """Name of the step program, as last told before."""
+    """Name of the step program."""
+    step_told: bool = False
+    """It was told at the loss, not some time before."""
+    early: list[Moment] = dataclasses.field(default_factory=list)
+    """What the loss led to although it was recorded just before."""
     losses: list[Moment] = dataclasses.field(default_factory=list)
     end: int = -1
     """Position of its last moment."""
     outcome: str = UNFINISHED
     concerned: bool = False
-    """The session did anything at all since the first loss."""
+    """The session did anything that it would not have done without the loss."""
     down: set[int | None] = dataclasses.field(default_factory=set)
     """Lost slices that are not back."""
     aware: bool = False
-    """Since the last loss the session was told, or probed with success: what it starts is a new attempt."""
-    step_started: bool = False
-    """The step program was started since."""
-    step_told: bool = False
-    """The step program was told again at the loss."""
+    """The session was told since the last loss: what it starts is a new attempt."""
+    step_started: int | None = None
+    """Position at which the step program was first started since."""
 
     def lose(self, moment: Moment) -> None:
         """One more loss."""
         self.losses.append(moment)
         self.down.add(moment.integer("slice"))
         self.aware = False
-        self.step_started = False
+        self.step_started = None
         self.outcome = UNFINISHED
 
     def close(self, position: int, outcome: str) -> None:
@@ -80,29 +92,37 @@ class Window:
         """Whether a loss belongs here although the recovery was over."""
         return self.outcome in (COMPLETED, REPAIRED) and moment.instant - self.losses[-1].instant <= JOINT_LOSS_SECONDS
 
-    def ends(self, moment: Moment) -> bool:
-        """Whether a moment of the session is the recovery's end. Takes note of what leads there."""
+    def follow(self, position: int, moment: Moment) -> bool:
+        """Take in a moment of the session; whether the recovery is over with it."""
+        self.concerned = self.concerned or moment.kind in _NOTICE
         match moment.kind:
+            case "session_ended":
+                self.close(position, SESSION_ENDED)
             case "recovery_completed":
-                return True
+                self.close(position, COMPLETED)
             case "step_program":
-                # The first name told since the loss: a later one may be that of a program that only restores.
+                # The first name told: a later one may be that of a program that only restores.
                 if moment.text("name") and not self.step_told:
                     self.step, self.step_told = moment.text("name"), True
             case "error_raised":
                 self.aware = True
-                self.step_started = False
-            case "probe_answered":
-                self.aware = self.aware or moment.flag("ok")
-            case "program_started":
-                self.step_started = self.step_started or self._is_step(moment)
+                self.step_started = None
+            case "program_started" if self._is_step(moment):
+                if self.step_started is None:
+                    self.step_started = position
+                if not self.aware and moment.instant - self.losses[-1].instant > STEPPING_ON_SECONDS:
+                    # It was never interrupted; the first step since the loss is as good an end as any.
+                    self.close(self.step_started, COMPLETED)
             case "program_completed" if self._is_step(moment) and moment.fields.get("ok") is not False:
                 # Steps that were under way at the loss may still complete. They are not the next step.
                 seconds = moment.seconds("seconds")
-                if seconds is not None:
-                    return moment.instant - seconds >= self.losses[-1].instant
-                return self.step_started or self.aware
-        return False
+                if seconds is None:
+                    next_step = self.aware or self.step_started is not None
+                else:
+                    next_step = moment.instant - seconds >= self.losses[-1].instant
+                if next_step:
+                    self.close(position, COMPLETED)
+        return self.outcome != UNFINISHED
 
     def _is_step(self, moment: Moment) -> bool:
         return self.step is not None and moment.text("name") == self.step
@@ -116,34 +136,61 @@ def session_windows(moments: Sequence[Moment], session: SessionName) -> list[Win
     closed: list[Window] = []
     window: Window | None = None
     step: str | None = None
+    step_at = float("-inf")
+    early: list[Moment] = []
     for position, moment in enumerate(moments):
         if moment.kind == "host_lost":
             if window is not None and window.unnoticed(moment):
                 window = None
             if window is None:
+                early = [m for m in early if moment.instant - m.instant <= EARLY_SECONDS]
+                told = moment.instant - step_at <= EARLY_SECONDS
                 again = bool(closed) and closed[-1].joins(moment)
-                window = closed.pop() if again else Window(position, step)
+                window = closed.pop() if again else Window(position, step, told, early)
             window.lose(moment)
-        elif moment.kind == "slice_ready" and window is not None:
+            if any(m.kind == "error_raised" for m in early):
+                window.concerned = window.aware = True
+            early = []
+            continue
+        if window is None and moment.kind in ("survivors_aborted", "error_raised"):
+            early.append(moment)
+        if moment.kind == "step_program" and moment.text("name"):
+            step, step_at = moment.text("name"), moment.instant
+        if window is None:
+            continue
+        if moment.kind == "slice_ready":
             window.down.discard(moment.integer("slice"))
-        elif moment.session == session:
-            if moment.kind == "step_program":
-                step = moment.text("name") or step
-            if window is None:
-                continue
-            if moment.kind == "session_ended":
-                window.close(position, SESSION_ENDED)
-            else:
-                window.concerned = window.concerned or moment.kind not in _NO_NOTICE
-                if window.ends(moment):
-                    window.close(position, COMPLETED)
-            if window.end == position:
-                closed.append(window)
-                window = None
+        elif moment.session == session and window.follow(position, moment):
+            closed.append(window)
+            window = None
     if window is not None:
         window.close(len(moments) - 1, UNFINISHED)
         closed.append(window)
     return [window for window in closed if window.concerned]
+
+
+def shutdown_losses(run: Run) -> set[int]:
+    """Indices of the losses that are the cluster's own end, not a failure.
+
+    Workers leave when a cluster is taken down. Theirs are the losses just before `cluster_stopped`, with no
+    session left and no return.
+    """
+    indices: set[int] = set()
+    recent: list[Moment] = []
+    sessions: set[SessionName | None] = set()
+    for moment in run.moments:
+        match moment.kind:
+            case "session_started":
+                sessions.add(moment.session)
+            case "session_ended":
+                sessions.discard(moment.session)
+            case "host_lost" if not sessions:
+                recent.append(moment)
+            case "slice_ready":
+                recent = [loss for loss in recent if loss.integer("slice") != moment.integer("slice")]
+            case "cluster_stopped":
+                indices.update(m.index for m in recent if moment.instant - m.instant <= SHUTDOWN_SECONDS)
+    return indices
 
 
 def repair_windows(moments: Sequence[Moment], told: Collection[int]) -> list[Window]:
@@ -151,7 +198,7 @@ def repair_windows(moments: Sequence[Moment], told: Collection[int]) -> list[Win
 
     Args:
       moments: those of the cluster, without the sessions'.
-      told: indices of the losses that sessions did suffer from.
+      told: indices of the losses to leave out: those that sessions suffered from, those that are no failures.
     """
     closed: list[Window] = []
     window: Window | None = None

@@ -101,6 +101,7 @@ class Runtime:
         """The first cause, once the generation is aborted."""
         self.programs: dict[str, LoadedProgram] = {}
         self._sockets_before: set[str] = set()
+        self._service_port = 0
         self._abort_ended = threading.Event()
         self._closed = False
 
@@ -188,8 +189,10 @@ class Runtime:
                 continue
             try:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    connection.getpeername()  # a listener has no peer and must stay: gloo ends the process without it
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # A listener has no peer and must stay: gloo ends the process without it. So must the connection
+                    # to the key-value service: jaxlib's client ends the process when it breaks.
+                    if connection.getpeername()[1] != self._service_port:
+                        connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
             finally:
@@ -285,6 +288,7 @@ class EnteringGeneration:
         numbers = [first + k for first in self._first_devices for k in range(self._devices_per_host)]
         runtime = Runtime(self.generation, client, dict(zip(numbers, ordered, strict=True)), distributed)
         runtime._sockets_before = before
+        runtime._service_port = int(service_address.rpartition(":")[2])
         return runtime
 
 

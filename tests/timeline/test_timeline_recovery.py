@@ -3,13 +3,15 @@
 import itertools
 import random
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import STEP, WALL, Stream, probes, resize, resume, start
+from recorded import STEP, WALL, Stream, held, probes, resize, resume, start
 
+from ridgeway.timeline.events import read_events
 from ridgeway.timeline.phases import TITLES
 from ridgeway.timeline.recovery import Recovery, find_recoveries
 
@@ -61,7 +63,7 @@ def test_resume_with_every_instant_known() -> None:
         ("slice_available", 0.5),
         ("slices_accepted", 0.1),
         ("function_reentered", 0.7),
-        # The first program that spans the slices has the generation made.
+        # The first program that spans the slices has the generation made, after the function was entered again.
         ("state_restored", 0.1),
         ("generation_ready", 0.3),
         ("state_restored", 1.0),
@@ -105,13 +107,18 @@ def test_without_a_known_kill_it_begins_with_the_detection() -> None:
     assert recovery.phases[0].name == "survivors_aborted"
 
 
-def test_the_ten_second_poll_shows_as_time_until_acceptance() -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_the_ten_second_poll_shows_as_time_until_acceptance(told: bool) -> None:
+    """A slice that nobody expected back is refused at once, which the head does not record."""
     stream = start(Stream())
     lost(stream, 100.0).add(100.05, "survivors_aborted").add(100.2, "error_raised", session=1)
-    stream.add(100.0, "step_program", session=1, name=STEP)
-    probes(stream, 100.3, {0: (100.3, True), 1: (100.3, True), 2: (100.4, False)})
+    stream.add(99.9, "step_program", session=1, name=STEP)
+    probes(stream, 100.3, 3)
     stream.add(102.7, "slice_ready", slice=2)
-    probes(stream, 110.3, {0: (110.35, True), 1: (110.35, True), 2: (110.4, True)})
+    probes(stream, 110.398, 3)
+    if told:
+        stream.add(100.35, "probe_answered", session=1, slice=2, ok=False)
+        stream.add(110.4, "probe_answered", session=1, slice=2, ok=True)
     stream.add(111.0, "compiled", session=1, name="jit_init", seconds=0.1, cache="hit")
     stream.add(112.0, "arrays_made", session=1, count=9, bytes=9)
     stream.add(112.5, "program_started", session=1, name=STEP)
@@ -122,6 +129,22 @@ def test_the_ten_second_poll_shows_as_time_until_acceptance() -> None:
         "survivors_aborted": 0.05, "error_raised": 0.15, "slice_available": 2.5, "slices_accepted": 7.7,
         "function_reentered": 0.6, "state_restored": 1.0, "first_step_done": 1.0,
     }  # fmt: skip
+
+
+def test_a_hold_that_ran_out_is_a_slice_that_is_down() -> None:
+    stream = start(Stream())
+    lost(stream, 100.0).add(100.05, "survivors_aborted").add(100.2, "error_raised", session=1)
+    stream.add(99.9, "step_program", session=1, name=STEP)
+    held(probes(stream, 100.3, 3), 100.3, 110.3, False)
+    # A moment too late.
+    stream.add(110.4, "slice_ready", slice=2)
+    stream.add(111.3, "program_started", session=1, name="jit_init").add(112.0, "arrays_made", session=1)
+    stream.add(112.5, "program_started", session=1, name=STEP)
+    stream.add(113.0, "program_completed", session=1, name=STEP, seconds=0.5)
+    recovery = only(stream)
+    assert recovery.mode == "resize"
+    assert recovery.phase_seconds("resize_decided") == pytest.approx(10.1)
+    assert recovery.phase_seconds("function_reentered") == pytest.approx(1.0)
 
 
 def test_a_late_error_pushes_what_it_held_up() -> None:
@@ -173,7 +196,7 @@ def test_a_second_loss_in_an_open_recovery_belongs_to_it(at: float) -> None:
     stream.add(100.0, "step_program", session=1, name=STEP)
     lost(stream, at, slice_index=1).add(at + 0.1, "error_raised", session=1)
     stream.add(103.0, "slice_ready", slice=1).add(104.0, "slice_ready", slice=2)
-    probes(stream, 104.1, {0: (104.2, True), 1: (104.2, True), 2: (104.2, True)})
+    probes(stream, 104.1, 3)
     stream.add(105.0, "program_started", session=1, name="jit_init")
     stream.add(106.0, "arrays_made", session=1)
     stream.add(106.5, "program_started", session=1, name=STEP)
@@ -218,6 +241,64 @@ def test_steps_under_way_at_the_loss_are_not_the_next_step() -> None:
     stream.add(109.0, "program_completed", session=1, name="jit_other", seconds=0.2)
     stream.add(110.0, "program_completed", session=1, name=STEP, seconds=0.2)
     assert only(stream).seconds == pytest.approx(10.0)
+
+
+def test_an_abort_that_ends_after_the_error_delays_nothing_before_it() -> None:
+    stream = start(Stream())
+    lost(stream, 100.0).add(100.1, "error_raised", session=1).add(100.4, "survivors_aborted")
+    stream.add(101.0, "slice_ready", slice=2).add(102.0, "recovery_completed", session=1)
+    assert shares(only(stream))[:3] == [("error_raised", 0.1), ("survivors_aborted", 0.3), ("slice_available", 0.6)]
+
+
+def test_what_a_loss_led_to_counts_although_it_was_recorded_just_before() -> None:
+    stream = start(Stream())
+    stream.add(99.97, "survivors_aborted").add(99.98, "step_program", session=1, name=STEP)
+    stream.add(99.99, "error_raised", session=1)
+    lost(stream, 100.0).add(101.0, "slice_ready", slice=2)
+    stream.add(102.0, "program_started", session=1, name="jit_init").add(103.0, "arrays_made", session=1)
+    stream.add(103.5, "program_started", session=1, name=STEP)
+    stream.add(104.0, "program_completed", session=1, name=STEP, seconds=0.5)
+    recovery = only(stream)
+    assert recovery.seconds == pytest.approx(4.0)
+    assert recovery.unattributed_seconds == 0
+    assert recovery.phase_seconds("error_raised") == 0
+
+
+def test_one_death_that_is_noticed_twice_is_one_loss() -> None:
+    """The executor's connection closes before its agent's."""
+    stream = start(Stream())
+    stream.add(100.0, "host_lost", slice=1, host=0, code="DATA_LOSS", cause="first", executor_only=True)
+    stream.add(100.1, "host_lost", slice=1, host=0, code="DATA_LOSS", cause="second", executor_only=False)
+    (loss,) = only(stream).losses
+    assert (loss.cause, loss.executor_only) == ("first", False)
+
+
+def test_workers_that_leave_with_their_cluster_are_no_failure() -> None:
+    stream = start(Stream()).add(80.0, "session_ended", session=1)
+    for slice_index in range(3):
+        lost(stream, 99.0, slice_index)
+    stream.add(98.0, "host_lost", slice=1, host=0).add(98.5, "slice_ready", slice=1)
+    (recovery,) = find_recoveries(stream.add(100.0, "cluster_stopped", reason="SIGTERM").done())
+    assert recovery.outcome == "repaired"
+    # Without the end of the cluster they are failures.
+    assert len(find_recoveries(stream.done()[:-1])[0].losses) == 4
+
+
+def test_a_session_that_never_hears_of_the_loss_steps_on() -> None:
+    """Without an error the head goes on recording; that is no endless recovery."""
+    stream = start(Stream()).add(99.99, "step_program", session=1, name=STEP)
+    lost(stream, 100.0)
+    for number in range(60):
+        stream.add(100.1 + number / 5, "arrays_made", session=1)
+        stream.add(100.12 + number / 5, "program_started", session=1, name=STEP)
+    lost(stream, 130.0, slice_index=1).add(130.1, "error_raised", session=1)
+    stream.add(134.0, "recovery_completed", session=1)
+    undisturbed, recovery = find_recoveries(stream.done())
+    check(undisturbed)
+    assert (undisturbed.mode, undisturbed.slices) == ("undisturbed", (2,))
+    assert undisturbed.seconds == pytest.approx(0.12)
+    assert recovery.slices == (1,)
+    assert recovery.seconds == pytest.approx(4.0)
 
 
 def test_a_session_that_steps_on_was_not_disturbed() -> None:
@@ -417,3 +498,33 @@ def test_any_stream_at_all(events: list[Any], killed_at: list[float], ordered: b
     # Every loss is told of, and none is made up.
     assert bool(recoveries) == bool(lost_count)
     assert sum(len(recovery.losses) for recovery in recoveries) >= lost_count
+
+
+RECORDINGS = Path(__file__).parent / "recordings"
+
+
+def test_a_recording_of_kills_while_a_program_steps() -> None:
+    """A real cluster of 3 slices; the head's own count of the seconds agrees. Two kills were 0.4 s apart."""
+    events = read_events(RECORDINGS / "kills-under-load.jsonl")
+    recoveries = find_recoveries(events)
+    assert [recovery.slices for recovery in recoveries] == [(1, 2), (2,)]
+    # The head counts from the last loss.
+    since_loss = [recovery.seconds - recovery.losses[-1].seconds for recovery in recoveries]
+    counted = [event["seconds"] for event in events if event["kind"] == "recovery_completed"]
+    assert since_loss == pytest.approx(counted[1:], abs=0.01)
+    for recovery in recoveries:
+        check(recovery)
+        assert (recovery.mode, recovery.step_program) == ("resume", "jit_step")
+        assert recovery.unattributed_seconds == 0
+
+
+def test_a_recording_of_signals_to_an_idle_cluster() -> None:
+    """A real cluster of 2 slices: a worker killed, an executor killed, a worker stopped; then it is taken down."""
+    recoveries = find_recoveries(read_events(RECORDINGS / "signals-without-a-session.jsonl"))
+    assert [(r.outcome, r.slices, r.kill_known) for r in recoveries] == [
+        ("repaired", (1,), True), ("repaired", (0,), True), ("repaired", (0,), True)
+    ]  # fmt: skip
+    assert [[loss.executor_only for loss in recovery.losses] for recovery in recoveries] == [[False], [True], [False]]
+    for recovery in recoveries:
+        check(recovery)
+        assert recovery.unattributed_seconds == 0

@@ -29,7 +29,7 @@ def test_the_table_tells_it_all(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.count("Recovery ") == 4
-    assert "slice 2 host 0, DATA_LOSS: killed by SIGKILL" in text
+    assert "slice 2 host 0  DATA_LOSS: killed by SIGKILL" in text
     assert "error raised in controller" in text
     assert text.count("unattributed") >= 4
     assert "Recoveries: 3; kill to next step 4.000 s median, 11.480 s at most" in text
