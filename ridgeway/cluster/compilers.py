@@ -1,7 +1,6 @@
 """Compiler processes and what they are compiling."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +90,7 @@ class CompilerPool:
         return fields[0]
 
     async def _run(self, kind: str, data: bytes, options: bytes, replicas: int, partitions: int) -> Any:
-        deadline = time.monotonic() + self._settings.compile_timeout_seconds
+        deadline = asyncio.get_running_loop().time() + self._settings.compile_timeout_seconds
         for attempt in range(1, self._settings.compile_attempts + 1):
             compiler = await self._choose(deadline)
             self._next_request += 1
@@ -100,7 +99,7 @@ class CompilerPool:
             compiler.pending[request] = future
             compiler.link.send([kind, request, options, replicas, partitions], [data])
             try:
-                return await asyncio.wait_for(future, max(0.0, deadline - time.monotonic()))
+                return await asyncio.wait_for(future, max(0.0, deadline - asyncio.get_running_loop().time()))
             except CompilerLost:
                 self._emit("compiler_lost", compiler=compiler.number, attempt=attempt)
             except TimeoutError:
@@ -115,7 +114,7 @@ class CompilerPool:
 
     async def _choose(self, deadline: float) -> Compiler:
         while not self._compilers:
-            wait = min(deadline - time.monotonic(), self._settings.executor_start_timeout_seconds)
+            wait = min(deadline - asyncio.get_running_loop().time(), self._settings.executor_start_timeout_seconds)
             try:
                 await asyncio.wait_for(self._joined.wait(), max(0.0, wait))
             except TimeoutError:

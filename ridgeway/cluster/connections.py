@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -108,7 +107,7 @@ class Connections:
             return
         number = manager.membership.new_number()
         effects = manager.membership.agent_joined(
-            time.monotonic(), number, slot, bool(hello.get("standby")), str(hello.get("launch_id", ""))
+            manager.clock(), number, slot, bool(hello.get("standby")), str(hello.get("launch_id", ""))
         )
         answer = effects[0]
         if isinstance(answer, Refuse):
@@ -131,7 +130,7 @@ class Connections:
         try:
             while True:
                 message, _ = await link.receive()
-                manager.membership.agent_heard(time.monotonic(), number)
+                manager.membership.agent_heard(manager.clock(), number)
                 if message[0] == "process_exited":
                     self._process_exited(agent, *message[1:])
                 elif message[0] == "draining":
@@ -140,7 +139,7 @@ class Connections:
             description = f"its agent sent something that is not a message ({error})"
         finally:
             heartbeats.cancel()
-            manager.apply(manager.membership.agent_closed(time.monotonic(), number, description))
+            manager.apply(manager.membership.agent_closed(manager.clock(), number, description))
 
     def _process_exited(self, agent: AgentLink, role: str, number: int, code: int) -> None:
         if agent.slot is not None and role == "executor":
@@ -160,9 +159,14 @@ class Connections:
             await self._refuse(link, problem)
             return
         executor = ExecutorLink(
-            number, int(hello["agent"]), link, str(hello["transfer_host"]), int(hello["transfer_port"]), int(hello["pid"])
+            number,
+            int(hello["agent"]),
+            link,
+            str(hello["transfer_host"]),
+            int(hello["transfer_port"]),
+            int(hello["pid"]),
         )
-        effects = manager.membership.executor_joined(time.monotonic(), executor.agent, number)
+        effects = manager.membership.executor_joined(manager.clock(), executor.agent, number)
         if effects and isinstance(effects[0], Refuse):
             await self._refuse(link, effects[0].message)
             return
@@ -177,7 +181,7 @@ class Connections:
         except FrameError as error:
             description = f"its executor sent something that is not a message ({error})"
         finally:
-            manager.apply(manager.membership.executor_closed(time.monotonic(), number, description))
+            manager.apply(manager.membership.executor_closed(manager.clock(), number, description))
             manager.executors.pop(number, None)
 
     def _on_executor_message(self, executor: ExecutorLink, message: list[Any], buffers: list[bytes]) -> None:
@@ -188,17 +192,16 @@ class Connections:
             case "error":
                 _, request, code, text, collective, generation = message
                 manager.settle(
-                    Status(Code(code), text), collective, generation,
+                    Status(Code(code), text),
+                    collective,
+                    generation,
                     lambda status: executor.on_reply(request, status, [], []),
                 )
             case "heartbeat":
-                _, dispatched, completed, outstanding, memory, _groups = message
-                now = time.monotonic()
+                _, dispatched, completed, outstanding, memory = message
                 executor.memory_bytes = memory
-                known = manager.membership.executors.get(executor.number)
-                if known is not None and (dispatched, completed) != (known.dispatched, known.completed):
-                    executor.progressed = now
-                manager.membership.executor_heard(now, executor.number, dispatched, completed, outstanding)
+                executor.observe_progress(manager.clock(), dispatched, completed)
+                manager.membership.executor_heard(manager.clock(), executor.number, dispatched, completed, outstanding)
             case "execution_failed":
                 _, execution, code, text, _collective, generation = message
                 manager.execution_failed(executor, execution, Status(Code(code), text), generation)

@@ -23,7 +23,11 @@ class Control:
     """Serves control links."""
 
     def __init__(
-        self, manager: ResourceManager, event_log: Any, describe_proxy: Callable[[], dict[str, Any]], stop: Callable[[str], None]
+        self,
+        manager: ResourceManager,
+        event_log: Any,
+        describe_proxy: Callable[[], dict[str, Any]],
+        stop: Callable[[str], None],
     ):
         self._manager = manager
         self._events = event_log
@@ -89,7 +93,9 @@ class Control:
         slices = []
         for index in range(topology.slices):
             hosts = [self._host(slot) for slot in topology.slots_of_slice(index)]
-            state = "up" if membership.slice_is_up(index) else "joining" if membership.slice_is_joining(index) else "down"
+            state = (
+                "up" if membership.slice_is_up(index) else "joining" if membership.slice_is_joining(index) else "down"
+            )
             slices.append({"slice": index, "state": state, "hosts": hosts})
         generations = [
             {"generation": g.number, "members": manager._places(g.members), "ready": g.ready}
@@ -167,8 +173,7 @@ class Control:
         return {}
 
     def verb_shutdown(self, reason: str = "asked to") -> dict[str, Any]:
-        for agent in self._manager.agents.values():
-            agent.send(["stop", reason])
+        # The head tells the agents when it stops; the reply to this request goes out first.
         asyncio.get_running_loop().call_later(0.05, self._stop, reason)
         return {}
 

@@ -33,6 +33,7 @@ class ExecutorLink:
         self.executions = 0
         """Executions ordered so far."""
         self.progressed = 0.0
+        self._observed = (0, 0)
         self._replies: dict[int, Reply] = {}
         self._next_request = 0
         self._free: list[int] = []
@@ -65,6 +66,12 @@ class ExecutorLink:
         self._next_request += 1
         self._replies[self._next_request] = on_reply
         self.send([kind, self._next_request, *fields], buffers)
+
+    def observe_progress(self, now: float, dispatched: int, completed: int) -> None:
+        """A heartbeat: note when this executor last got anywhere."""
+        if (dispatched, completed) != self._observed:
+            self.progressed = now
+        self._observed = (dispatched, completed)
 
     def free(self, group: int) -> None:
         """Let the executor forget a buffer group; goes out with the next order, or by `flush_frees`."""

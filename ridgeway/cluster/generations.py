@@ -104,7 +104,9 @@ class Generations:
             return []
         members = list(wanted)
         for number in sorted(n for n in present if n is not None):
-            members += [m for m in self.generations[number].members if m not in members and self.current.get(m) == number]
+            members += [
+                m for m in self.generations[number].members if m not in members and self.current.get(m) == number
+            ]
         self._next += 1
         generation = Generation(self._next, tuple(members), remaining=set(members))
         self.generations[generation.number] = generation
@@ -144,10 +146,16 @@ class Generations:
         return effects
 
     def left(self, executor: int, number: int) -> list[Effect]:
-        """A member has left an aborted generation (or an earlier one on its way to the next)."""
+        """A member has left an aborted generation, and with it every earlier one: orders are in sequence."""
+        effects = self._detach_from_earlier(executor, number)
         self._leaving.pop((executor, number), None)
         generation = self.generations.get(number)
-        return [] if generation is None else self._detach(executor, generation)
+        return effects if generation is None else effects + self._detach(executor, generation)
+
+    def forgive(self, seconds: float) -> None:
+        """The head itself stood still for so long: who left meanwhile could not be heard."""
+        for key in self._leaving:
+            self._leaving[key] += seconds
 
     def tick(self, now: float, drain_deadline_seconds: float, progressed: Mapping[int, float]) -> list[Effect]:
         """Time has passed: whoever should have left by now, and has not even progressed (``executor -> when``)

@@ -213,11 +213,21 @@ class Membership:
         if slot is None and not standby:
             slot = next((s for s, holder in enumerate(self.slots) if holder is None), None)
             if slot is None:
-                return [Refuse(number, f"all {self.topology.slots} host slots of this {self.topology} cluster are taken; start it with --standby to have it wait for one")]
+                return [
+                    Refuse(
+                        number,
+                        f"all {self.topology.slots} host slots of this {self.topology} cluster are taken; start it with --standby to have it wait for one",
+                    )
+                ]
         if slot is not None:
             holder = self.slots[slot]
             if holder is not None:
-                return [Refuse(number, f"{self.topology.describe_slot(slot)} is taken (incarnation {holder}); stop that worker first, choose another slot or --standby")]
+                return [
+                    Refuse(
+                        number,
+                        f"{self.topology.describe_slot(slot)} is taken (incarnation {holder}); stop that worker first, choose another slot or --standby",
+                    )
+                ]
         agent = Agent(number, slot, now, now, launch_id)
         self.agents[number] = agent
         effects: list[Effect] = [Welcome(number, slot)]
@@ -238,10 +248,12 @@ class Membership:
         if agent is None or agent.executor is None or agent.executor.number != number:
             return [Refuse(number, "this executor is stale: its agent is gone or has started another one")]
         executor = agent.executor
+        if executor.connected:
+            return [Refuse(number, "this executor is connected already; one process has one connection")]
         executor.connected = True
         executor.heard = executor.progressed = now
         if agent.slot is None:
-            return [Emit("standby_ready", {"incarnation": agent.number})]
+            return [Emit("standby_ready", {"incarnation": agent.number, "launch_id": agent.launch_id})]
         return self._activate(now, agent)
 
     def compiler_joined(self, agent_number: int, number: int) -> list[Effect]:
@@ -333,24 +345,43 @@ class Membership:
             if silent >= limits.suspect_after_seconds and not agent.suspect:
                 agent.suspect = True
                 if agent.slot is not None:
-                    effects.append(Emit("host_suspect", {**self._names(agent.slot), "incarnation": agent.number, "silent_seconds": round(silent, 2)}))
+                    effects.append(
+                        Emit(
+                            "host_suspect",
+                            {
+                                **self._names(agent.slot),
+                                "incarnation": agent.number,
+                                "silent_seconds": round(silent, 2),
+                            },
+                        )
+                    )
             executor = agent.executor
             if executor is None:
                 continue
             if not executor.connected:
                 if now - executor.started >= limits.executor_start_timeout_seconds:
                     effects += self.recycle_executor(
-                        now, executor.number, Loss(True, "its executor did not start in time (executor_start_timeout_seconds)")
+                        now,
+                        executor.number,
+                        Loss(True, "its executor did not start in time (executor_start_timeout_seconds)"),
                     )
             elif now - executor.heard >= limits.progress_deadline_seconds:
                 effects += self.recycle_executor(
-                    now, executor.number,
-                    Loss(True, f"its executor said nothing for {now - executor.heard:.1f} s while its agent answered (progress_deadline_seconds)"),
+                    now,
+                    executor.number,
+                    Loss(
+                        True,
+                        f"its executor said nothing for {now - executor.heard:.1f} s while its agent answered (progress_deadline_seconds)",
+                    ),
                 )
             elif executor.outstanding and now - executor.progressed >= limits.progress_deadline_seconds:
                 effects += self.recycle_executor(
-                    now, executor.number,
-                    Loss(True, f"its executor completed nothing for {now - executor.progressed:.1f} s while its agent answered (progress_deadline_seconds)"),
+                    now,
+                    executor.number,
+                    Loss(
+                        True,
+                        f"its executor completed nothing for {now - executor.progressed:.1f} s while its agent answered (progress_deadline_seconds)",
+                    ),
                 )
         return effects
 
@@ -401,10 +432,16 @@ class Membership:
             names = self._names(slot)
             effects.append(LoseExecutor(executor.number, slot, loss))
             effects.append(
-                Emit("host_lost", {
-                    **names, "incarnation": agent.number, "cause": loss.description, "executor_only": not host_too,
-                    "code": "DEADLINE_EXCEEDED" if loss.deadline else "DATA_LOSS",
-                })
+                Emit(
+                    "host_lost",
+                    {
+                        **names,
+                        "incarnation": agent.number,
+                        "cause": loss.description,
+                        "executor_only": not host_too,
+                        "code": _code_name(loss),
+                    },
+                )
             )
             if self._slice_up[names["slice"]]:
                 self._slice_up[names["slice"]] = False
@@ -423,8 +460,24 @@ class Membership:
             was_active = slot is not None and self.active.get(slot) == agent.executor.number
             effects += self._lose_executor(now, agent.executor, loss, host_too=True)
             if slot is not None and not was_active:
-                effects.append(Emit("host_lost", {**self._names(slot), "incarnation": number, "cause": loss.description, "executor_only": False, "code": "DATA_LOSS", "was_joining": True}))
+                effects.append(
+                    Emit(
+                        "host_lost",
+                        {
+                            **self._names(slot),
+                            "incarnation": number,
+                            "cause": loss.description,
+                            "executor_only": False,
+                            "code": _code_name(loss),
+                            "was_joining": True,
+                        },
+                    )
+                )
                 self.restarts[slot] += 1
+        if slot is None:
+            effects.append(
+                Emit("standby_lost", {"incarnation": number, "launch_id": agent.launch_id, "cause": loss.description})
+            )
         del self.agents[number]
         effects.append(CloseAgent(number, loss.description))
         if slot is not None:
@@ -464,3 +517,7 @@ class Membership:
             assert executor is not None and executor.number == number and executor.connected
         known = {a.executor.number for a in self.agents.values() if a.executor is not None}
         assert known == set(self.executors), "executor table and agents disagree"
+
+
+def _code_name(loss: Loss) -> str:
+    return "DEADLINE_EXCEEDED" if loss.deadline else "DATA_LOSS"

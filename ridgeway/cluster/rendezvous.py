@@ -49,8 +49,12 @@ class Rendezvous:
 
     async def _start_process(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ridgeway.cluster.rendezvous", self._address,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            sys.executable,
+            "-m",
+            "ridgeway.cluster.rendezvous",
+            self._address,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
         )
         assert self._process.stdout is not None
         try:
@@ -157,8 +161,12 @@ def main(address: str) -> None:
             port = free_port(address)
             # One node, recoverable, everybody connects as node 0: connecting then never waits for a missing peer.
             services[port] = _jax.get_distributed_runtime_service(
-                f"{address}:{port}", 1, heartbeat_timeout=SERVICE_HEARTBEAT_SECONDS,
-                cluster_register_timeout=REGISTER_TIMEOUT_SECONDS, shutdown_timeout=1, recoverable=True,
+                f"{address}:{port}",
+                1,
+                heartbeat_timeout=SERVICE_HEARTBEAT_SECONDS,
+                cluster_register_timeout=REGISTER_TIMEOUT_SECONDS,
+                shutdown_timeout=1,
+                recoverable=True,
             )
             print("port", port, flush=True)
         else:

@@ -32,10 +32,20 @@ Emit = Callable[..., Any]
 class ResourceManager:
     """Executors by slot, generations among them, and what is held for slices on their way back."""
 
-    def __init__(self, topology: Topology, settings: Settings, emit: Emit, rendezvous: Rendezvous, service_host: str):
+    def __init__(
+        self,
+        topology: Topology,
+        settings: Settings,
+        emit: Emit,
+        rendezvous: Rendezvous,
+        service_host: str,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.topology = topology
         self.settings = settings
         self.emit = emit
+        self.clock = clock
+        """Seconds; every deadline of the cluster is measured by it."""
         self.membership = membership_machine.Membership(
             topology,
             membership_machine.Limits(
@@ -110,11 +120,13 @@ class ResourceManager:
             return None
         hold = self._holds.get(slice_index)
         if hold is None:
-            now = time.monotonic()
+            now = self.clock()
             expected = self._expected.get(slice_index, 0.0) > now
             if not expected and not self.membership.slice_is_joining(slice_index):
                 return None
-            hold = SliceHold(slice_index, now, now + self.settings.probe_hold_seconds, self.settings.pending_order_limit)
+            hold = SliceHold(
+                slice_index, now, now + self.settings.probe_hold_seconds, self.settings.pending_order_limit
+            )
             self._holds[slice_index] = hold
             self.emit("probe_held", slice=slice_index)
         return hold
@@ -148,7 +160,7 @@ class ResourceManager:
             return
         entry = self._disagreements.get(execution)
         if entry is None:
-            entry = (time.monotonic() + self.settings.disagreement_seconds, generation, set(), status)
+            entry = (self.clock() + self.settings.disagreement_seconds, generation, set(), status)
             self._disagreements[execution] = entry
         entry[2].add(executor.number)
 
@@ -162,13 +174,13 @@ class ResourceManager:
         if cause is not None:
             deliver(cause)
             return
-        self._settling.append((time.monotonic() + self.settings.membership_settle_seconds, generation, status, deliver))
+        self._settling.append((self.clock() + self.settings.membership_settle_seconds, generation, status, deliver))
 
     def _abort_for(self, generation: int, executor_place: str, status: Status) -> None:
         if status.code is statuses.Code.ABORTED:
             status = statuses.data_loss(f"generation {generation} ended at {executor_place}: {status.message}")
         self._causes.setdefault(generation, status)
-        self._apply_generation(self.generations.failed(time.monotonic(), generation, status.message))
+        self._apply_generation(self.generations.failed(self.clock(), generation, status.message))
 
     def _apply_generation(self, effects: list[Any]) -> None:
         for effect in effects:
@@ -178,17 +190,23 @@ class ResourceManager:
                 case generation_machine.Abort(generation, members, leaving, cause):
                     self._abort(generation, members, leaving, cause)
                 case generation_machine.Ready(generation, members):
-                    started = self._generation_started.pop(generation, time.monotonic())
+                    started = self._generation_started.pop(generation, self.clock())
                     self.emit(
-                        "generation_ready", generation=generation, members=self._places(members),
-                        seconds=round(time.monotonic() - started, 4),
+                        "generation_ready",
+                        generation=generation,
+                        members=self._places(members),
+                        seconds=round(self.clock() - started, 4),
                     )
                 case generation_machine.Recycle(number, generation):
                     link = self.executors.get(number)
                     if link is not None:
-                        self.emit("executor_recycled", **self._slot_names(link.slot), reason=f"did not leave generation {generation} in time")
+                        self.emit(
+                            "executor_recycled",
+                            **self._slot_names(link.slot),
+                            reason=f"did not leave generation {generation} in time",
+                        )
                         self.apply(self.membership.recycle_executor(
-                            time.monotonic(), number,
+                            self.clock(), number,
                             membership_machine.Loss(False, f"it did not leave the aborted generation {generation} within drain_deadline_seconds"),
                         ))  # fmt: skip
                 case generation_machine.Retire(generation):
@@ -198,11 +216,14 @@ class ResourceManager:
 
     def _enter(self, generation: int, members: tuple[int, ...]) -> None:
         links = [self.executors[number] for number in members]
-        self._generation_started[generation] = time.monotonic()
+        self._generation_started[generation] = self.clock()
         self.emit("generation_started", generation=generation, members=self._places(members))
         first_devices = [self.topology.first_device(link.slot) for link in links]
         for rank, link in enumerate(links):
-            def entered(error: Status | None, fields: list[Any], buffers: list[bytes], link: ExecutorLink = link) -> None:
+
+            def entered(
+                error: Status | None, fields: list[Any], buffers: list[bytes], link: ExecutorLink = link
+            ) -> None:
                 if error is None:
                     self._apply_generation(self.generations.entered(link.number, generation))
                 elif link.lost is None:
@@ -230,7 +251,7 @@ class ResourceManager:
                     link.send_aside(["service", generation, f"{self._service_host}:{port}"])
 
     def _abort(self, generation: int, members: tuple[int, ...], leaving: tuple[int, ...], cause: str) -> None:
-        started = time.monotonic()
+        started = self.clock()
         status = self._causes.setdefault(generation, statuses.data_loss(cause))
         while len(self._causes) > CAUSES_KEPT:
             self._causes.popitem(last=False)
@@ -251,7 +272,7 @@ class ResourceManager:
                 if error is None:
                     self._apply_generation(self.generations.left(number, generation))
                 if not waiting:
-                    self.emit("survivors_aborted", generation=generation, seconds=round(time.monotonic() - started, 4))
+                    self.emit("survivors_aborted", generation=generation, seconds=round(self.clock() - started, 4))
 
             link.request("leave_generation", [generation], left)
         settled = [entry for entry in self._settling if entry[1] == generation]
@@ -313,7 +334,7 @@ class ResourceManager:
             if number in generation.members and not generation.aborted and number in generation.remaining:
                 self._causes.setdefault(generation.number, status)
         # The survivors' collectives first: nobody must wait while the rest is done.
-        self._apply_generation(self.generations.lost(time.monotonic(), number, status.message))
+        self._apply_generation(self.generations.lost(self.clock(), number, status.message))
         for other in self.executors.values():
             other.send_aside(["peer_lost", number, int(status.code), status.message])
         link.lose(loss.deadline, loss.description)
@@ -325,14 +346,16 @@ class ResourceManager:
         self._given_up.pop(slice_index, None)
         hold = self._holds.pop(slice_index, None)
         if hold is not None:
-            self.emit("probe_answered", slice=slice_index, held_seconds=round(time.monotonic() - hold.opened, 4), ok=True)
+            self.emit(
+                "probe_answered", slice=slice_index, held_seconds=round(self.clock() - hold.opened, 4), ok=True
+            )
             hold.finish(None)
 
     # ---- what the launcher says
 
     def expect(self, slice_index: int) -> None:
         """A replacement for a host of this slice is being started."""
-        self._expected[slice_index] = time.monotonic() + EXPECTED_FOR_SECONDS
+        self._expected[slice_index] = self.clock() + EXPECTED_FOR_SECONDS
         self._given_up.pop(slice_index, None)
 
     def give_up(self, slice_index: int, reason: str) -> None:
@@ -350,9 +373,20 @@ class ResourceManager:
 
     # ---- time
 
+    def forgive(self, seconds: float) -> None:
+        """The head itself stood still for so long: what it did not hear was perhaps said, so every deadline that
+        runs for others is put off."""
+        self.membership.forgive(seconds)
+        self.generations.forgive(seconds)
+        self._settling = [(entry[0] + seconds, entry[1], entry[2], entry[3]) for entry in self._settling]
+        self._disagreements = {
+            execution: (entry[0] + seconds, entry[1], entry[2], entry[3])
+            for execution, entry in self._disagreements.items()
+        }
+
     def tick(self) -> None:
         """Apply every deadline; called every `TICK_SECONDS`."""
-        now = time.monotonic()
+        now = self.clock()
         self.apply(self.membership.tick(now))
         progressed = {number: link.progressed for number, link in self.executors.items()}
         self._apply_generation(self.generations.tick(now, self.settings.drain_deadline_seconds, progressed))
@@ -390,4 +424,6 @@ class ResourceManager:
         return {"slice": self.topology.slice_of_slot(slot), "host": self.topology.host_of_slot(slot)}
 
     def _places(self, members: Iterable[int]) -> list[list[int]]:
-        return [list(self._slot_names(link.slot).values()) for n in members if (link := self.executors.get(n)) is not None]
+        return [
+            list(self._slot_names(link.slot).values()) for n in members if (link := self.executors.get(n)) is not None
+        ]

@@ -26,7 +26,11 @@ class SliceHold:
     def defer(self, continuation: Continuation) -> None:
         """Hold one piece of work; over the limit it fails at once."""
         if len(self._backlog) >= self._limit:
-            continuation(resource_exhausted(f"more than {self._limit} operations wait for slice {self.slice_index} (pending_order_limit)"))
+            continuation(
+                resource_exhausted(
+                    f"more than {self._limit} operations wait for slice {self.slice_index} (pending_order_limit)"
+                )
+            )
         else:
             self._backlog.append(continuation)
 

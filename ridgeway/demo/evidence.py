@@ -1,6 +1,6 @@
 """What a demonstration has to prove, as a function of what was observed. No I/O."""
 
-import itertools
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ from ridgeway.timeline.recovery import Recovery
 NEW_STEPS_WANTED = 10
 #: The phases of a recovery sum to its total up to this.
 ROUNDING_SECONDS = 0.01
+#: One batch's loss says little.
+LOSSES_AVERAGED = 5
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,8 @@ def _step_times(seen: Observed) -> Check:
     if account.length != len(logged) or account.entries != logged:
         return Check(subject, False, f"it has {account.length} entries, and {len(logged)} steps were logged")
     before = seen.kill.steps_before
-    return Check(
-        subject, True, f"len(step_times) = {account.length}: {before} from before the kill, {len(logged) - before} since"
-    )
+    text = f"len(step_times) = {account.length}: {before} from before the kill, {len(logged) - before} since"
+    return Check(subject, True, text)
 
 
 def _untouched_workers(seen: Observed) -> Check:
@@ -248,9 +249,15 @@ def _end(seen: Observed) -> Check:
     new = seen.steps - 1 - max((rewind.last_step for rewind in rewinds), default=seen.steps)
     if new < NEW_STEPS_WANTED:
         return Check(subject, False, f"only {max(new, 0)} new steps were left after the recovery")
-    losses = [record.loss for record in seen.records]
-    text = f"{new} new steps to step {seen.steps - 1}, exit code 0; loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last"
-    return Check(subject, losses[-1] < losses[0], text)
+    first, last = (
+        statistics.fmean(record.loss for record in part)
+        for part in (seen.records[:LOSSES_AVERAGED], seen.records[-LOSSES_AVERAGED:])
+    )
+    text = (
+        f"{new} new steps to step {seen.steps - 1}, exit code 0; mean loss of the first {LOSSES_AVERAGED} steps "
+        f"{first:.3f}, of the last {LOSSES_AVERAGED} {last:.3f}"
+    )
+    return Check(subject, last < first, text)
 
 
 def _timeline(seen: Observed) -> Check:
@@ -266,7 +273,9 @@ def _timeline(seen: Observed) -> Check:
     total = sum(phase.seconds for phase in recovery.phases)
     if abs(total - recovery.seconds) > ROUNDING_SECONDS:
         return Check(subject, False, f"the phases sum to {total:.3f} s, not {recovery.seconds:.3f} s")
-    text = f"{recovery.seconds:.2f} s in {len(recovery.phases)} phases, {recovery.unattributed_seconds:.2f} s unattributed"
+    text = (
+        f"{recovery.seconds:.2f} s in {len(recovery.phases)} phases, {recovery.unattributed_seconds:.2f} s unattributed"
+    )
     return Check(subject, True, text)
 
 
@@ -286,11 +295,3 @@ def rates(records: Sequence[jobs.StepRecord], rewind: jobs.Rewind) -> tuple[floa
     """Median seconds a step before the counter went back, and after."""
     before, after = records[: rewind.index], records[rewind.index :]
     return jobs.median_step_seconds(before), jobs.median_step_seconds(after)
-
-
-def first_difference(left: Sequence[jobs.StepRecord], right: Sequence[jobs.StepRecord]) -> str | None:
-    """The first step at which two runs' losses differ, as words; None when all are equal."""
-    for a, b in itertools.zip_longest(left, right):
-        if a is None or b is None or (a.step, a.loss) != (b.step, b.loss):
-            return f"{a and (a.step, a.loss)} and {b and (b.step, b.loss)}"
-    return None

@@ -172,6 +172,8 @@ class Training:
                 return
             if self._cluster.failure.done():
                 raise TrainingError(f"waiting for {what}: the cluster failed: {self._cluster.failure.result()}")
+            if self.exit_code == 0:
+                raise TrainingError(f"waiting for {what}: the controller had done all its steps (log: {self.log})")
             if self.exit_code is not None:
                 raise TrainingError(
                     f"waiting for {what}: the controller ended with code {self.exit_code}: "

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 import signal
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,6 +22,7 @@ INSISTING_INTERRUPTS = 3
 INSISTING_SECONDS = 3.0
 
 EXIT_CLUSTER_FAILED = 1
+SHOWN_COMMAND_CHARACTERS = 200
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -118,7 +120,7 @@ class _Command:
         record = self._cluster.record
         assert record is not None
         parent = os.getpid()
-        self._say(f"running: {shlex.join(self._command)}")
+        self._say(f"running: {textwrap.shorten(shlex.join(self._command), SHOWN_COMMAND_CHARACTERS)}")
         try:
             return await asyncio.create_subprocess_exec(
                 *self._command,

@@ -92,7 +92,9 @@ class Head:
 
     def stop(self, reason: str) -> None:
         """End `run`."""
-        self.stop_reason = reason
+        if not self.stop_reason:
+            self.stop_reason = reason
+            self.events.emit("cluster_stopping", reason=reason)
         self._stopping.set()
 
     async def run(self) -> None:
@@ -137,7 +139,7 @@ class Head:
             now = time.monotonic()
             if now - last > MAXIMUM_TICK_LAG_SECONDS:
                 # This process itself was stopped or starved: what it did not hear was perhaps said.
-                self.manager.membership.forgive(now - last)
+                self.manager.forgive(now - last)
             last = now
             self.manager.tick()
 

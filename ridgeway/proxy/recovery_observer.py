@@ -21,6 +21,8 @@ EXECUTIONS_UNTIL_STEP = 2
 INTERVALS_KEPT = 32
 ARRAYS_MADE_EVERY_SECONDS = 0.1
 OPEN_FOR_SECONDS = 3600.0
+UNDISTURBED_STEPS = 3
+UNDISTURBED_SECONDS = 5.0
 
 
 class _Activity:
@@ -34,6 +36,7 @@ class _Activity:
         self.step: str | None = None
         self.lost_at: float | None = None
         self.error_seen = False
+        self.undisturbed_steps = 0
         self.arrays_made = 0
         self.bytes_made = 0
         self.made_reported = 0.0
@@ -63,12 +66,12 @@ class RecoveryObserver:
         for session in sessions:
             activity = self._activity(session)
             name = activity.step_program() or activity.step
-            if name is None:
-                continue
-            if activity.lost_at is None:
-                activity.error_seen = False
+            activity.error_seen = False
             activity.lost_at = time.monotonic()
+            activity.undisturbed_steps = 0
             activity.step = name
+            if name is None:
+                continue  # lost before the first step: the recovery ends when a step program has shown itself
             intervals = activity.intervals.get(name)
             self._emit(
                 "step_program", session=session.number, name=name, executions=activity.executions.get(name, 0),
@@ -100,6 +103,15 @@ class RecoveryObserver:
         if now - activity.lost_at > OPEN_FOR_SECONDS:
             activity.lost_at = None
             return False
+        if activity.step is None:
+            activity.step = activity.step_program()
+        if name == activity.step and not activity.error_seen:
+            activity.undisturbed_steps += 1
+            if activity.undisturbed_steps > UNDISTURBED_STEPS and now - activity.lost_at > UNDISTURBED_SECONDS:
+                # This session goes on stepping and saw no error: what was lost was nothing of its own.
+                self._emit("recovery_completed", session=session.number, seconds=0.0, disturbed=False)
+                activity.lost_at = None
+                return False
         self._flush_arrays(session, activity)
         self._emit(
             "program_started", session=session.number, name=name, devices=len(executable.devices),

@@ -512,8 +512,7 @@ class AgentCore:
             said = f"; its last words: {tail}" if tail else ""
             return effects + self._exit(
                 EXIT_NO_TEMPLATE,
-                f"{description}, {TEMPLATE_DEATH_LIMIT} times within "
-                f"{TEMPLATE_DEATH_WINDOW_SECONDS:g} s{said}",
+                f"{description}, {TEMPLATE_DEATH_LIMIT} times within {TEMPLATE_DEATH_WINDOW_SECONDS:g} s{said}",
             )
         return [*effects, Say(f"{description}; starting another one"), self._start_template(now)]
 

@@ -9,6 +9,8 @@ Shards that were drained from an ended generation stay host shards until somethi
 """
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,7 +66,9 @@ class Promise:
           statuses.StatusError: the bytes will not come, or did not come in time.
         """
         if not self._arrived.wait(timeout_seconds):
-            raise statuses.deadline_exceeded(f"bytes that were announced did not come within {timeout_seconds} s").error()
+            raise statuses.deadline_exceeded(
+                f"bytes that were announced did not come within {timeout_seconds} s"
+            ).error()
         if isinstance(self._value, Status):
             raise self._value.error()
         return self._value
@@ -230,10 +234,16 @@ class BufferStore:
         group.array, group.array_local = array, program.local
         return array
 
-    def drain(self, runtime: Runtime, describe: Any) -> int:
-        """Bring every shard that is on ``runtime`` to host memory; those that cannot be become errors, given by
-        ``describe(exception) -> Status``. Returns how many were lost. Waits for running executions."""
-        lost = 0
+    def drain(
+        self, runtime: Runtime, describe: Callable[[BaseException], Status], gives_up: Callable[[], bool]
+    ) -> tuple[int, int]:
+        """Bring every shard that is on ``runtime`` to host memory, waiting for running executions.
+
+        Those that cannot be brought become errors, by ``describe``.  When ``gives_up`` says so, what is not computed
+        yet is lost too, but everything else is kept.  Returns how many shards were lost, and how many of those were
+        never computed.
+        """
+        lost = stuck = 0
         for group in self._groups.values():
             if group.runtime is not runtime:
                 continue
@@ -246,13 +256,26 @@ class BufferStore:
                 try:
                     if is_deleted(shard):
                         shards[device] = statuses.invalid_argument("the buffer was donated or deleted")
-                    else:
-                        kind = memory_kind_of(shard)
-                        shards[device] = HostShard(np.array(np.asarray(shard), copy=True), kind)
+                        continue
+                    if not _wait_until_ready(shard, gives_up):
+                        runtime.left_behind.append(shard)
+                        stuck += 1
+                        raise statuses.data_loss("it was being computed when its generation ended").error()
+                    shards[device] = HostShard(np.array(np.asarray(shard), copy=True), memory_kind_of(shard))
                 except Exception as error:
                     lost += 1
                     shards[device] = describe(error)
-        return lost
+        return lost, stuck
+
+
+def _wait_until_ready(shard: Any, gives_up: Callable[[], bool]) -> bool:
+    pause = 0.0005
+    while not shard.is_ready():
+        if gives_up():
+            return False
+        time.sleep(pause)
+        pause = min(pause * 2, 0.01)
+    return True
 
 
 def _split(group: Group) -> dict[int, Any]:

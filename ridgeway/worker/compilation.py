@@ -53,7 +53,9 @@ def compile_program(artifact: bytes, options: bytes, replicas: int, partitions: 
         try:
             module = stablehlo.deserialize_portable_artifact(context, artifact)
         except Exception as error:
-            raise statuses.invalid_argument(f"the program is not a StableHLO artifact of this jaxlib: {error}").error() from None
+            raise statuses.invalid_argument(
+                f"the program is not a StableHLO artifact of this jaxlib: {error}"
+            ).error() from None
         metadata = _signature(module)
         parsed = xla_client.CompileOptions.ParseFromString(options)
         local = sorted(client.local_devices(), key=lambda d: d.id)
@@ -89,7 +91,11 @@ def _signature(module: Any) -> dict[str, Any]:
     attributes = module.operation.attributes
     name = ir.StringAttr(attributes["sym_name"]).value if "sym_name" in attributes else "main"
     main = next(
-        (op for op in module.body.operations if "sym_name" in op.attributes and ir.StringAttr(op.attributes["sym_name"]).value == "main"),
+        (
+            op
+            for op in module.body.operations
+            if "sym_name" in op.attributes and ir.StringAttr(op.attributes["sym_name"]).value == "main"
+        ),
         None,
     )
     if main is None:

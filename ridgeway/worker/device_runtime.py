@@ -58,7 +58,9 @@ class LoadedProgram:
         def place(op_sharding: Any, memory_kind: str | None) -> Any:
             if single:
                 return SingleDeviceSharding(first, memory_kind=memory_kind)
-            return GSPMDSharding(device_list, replicated if op_sharding is None else op_sharding, memory_kind=memory_kind)
+            return GSPMDSharding(
+                device_list, replicated if op_sharding is None else op_sharding, memory_kind=memory_kind
+            )
 
         self._inputs = [
             (core.ShapedArray(shape, dtype), place(None if parameters is None else parameters[i], None))
@@ -100,6 +102,8 @@ class Runtime:
         self.aborted: Status | None = None
         """The first cause, once the generation is aborted."""
         self.programs: dict[str, LoadedProgram] = {}
+        self.left_behind: list[Array] = []
+        """arrays that were never computed; dropping them could block"""
         self._sockets_before: set[str] = set()
         self._service_port = 0
         self._abort_ended = threading.Event()
@@ -119,15 +123,21 @@ class Runtime:
         return _jax.batched_device_put(
             core.ShapedArray(data.shape, data.dtype),
             SingleDeviceSharding(where, memory_kind=memory_kind),
-            [data], [where], True, False,
-            xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL, True,
+            [data],
+            [where],
+            True,
+            False,
+            xla_client.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL,
+            True,
         )
 
     def copy(self, shard: Array, device: int, memory_kind: str | None = None) -> Array:
         """Start a copy of one device's shard to a device of this executor, also the same one."""
         where = self._devices[device]
         return _jax.batched_copy_array_to_devices_with_sharding(
-            [shard], [_jax.DeviceList((where,))], [SingleDeviceSharding(where, memory_kind=memory_kind)],
+            [shard],
+            [_jax.DeviceList((where,))],
+            [SingleDeviceSharding(where, memory_kind=memory_kind)],
             [_jax.ArrayCopySemantics.ALWAYS_COPY],
         )[0]
 
@@ -239,7 +249,9 @@ def runtime_alone(first_device: int, devices_per_host: int) -> Runtime:
 class EnteringGeneration:
     """A generation that is being entered: `run` blocks, `abort` (from another thread) makes it fail soon."""
 
-    def __init__(self, generation: int, rank: int, first_devices: Sequence[int], devices_per_host: int, timeout_seconds: float):
+    def __init__(
+        self, generation: int, rank: int, first_devices: Sequence[int], devices_per_host: int, timeout_seconds: float
+    ):
         self.generation = generation
         self._rank = rank
         self._first_devices = first_devices
@@ -268,8 +280,12 @@ class EnteringGeneration:
         """
         before = set(open_sockets())
         distributed = _jax.get_distributed_runtime_client(
-            service_address, 0, init_timeout=max(1, int(self._timeout_seconds)), heartbeat_timeout=_FAR_HEARTBEAT_SECONDS,
-            shutdown_on_destruction=False, use_compression=False,
+            service_address,
+            0,
+            init_timeout=max(1, int(self._timeout_seconds)),
+            heartbeat_timeout=_FAR_HEARTBEAT_SECONDS,
+            shutdown_on_destruction=False,
+            use_compression=False,
         )
         distributed.connect()
         with self._lock:
@@ -279,8 +295,12 @@ class EnteringGeneration:
                 raise RuntimeError(f"aborted: {self.aborted.message}")
         collectives = _jax.make_gloo_tcp_collectives(distributed, hostname=own_address)
         client = xla_client.make_cpu_client(
-            asynchronous=True, distributed_client=distributed, node_id=self._rank, num_nodes=len(self._first_devices),
-            collectives=collectives, num_devices=self._devices_per_host,
+            asynchronous=True,
+            distributed_client=distributed,
+            node_id=self._rank,
+            num_nodes=len(self._first_devices),
+            collectives=collectives,
+            num_devices=self._devices_per_host,
             get_local_topology_timeout_minutes=_TOPOLOGY_TIMEOUT_MINUTES,
             get_global_topology_timeout_minutes=_TOPOLOGY_TIMEOUT_MINUTES,
         )

@@ -2,35 +2,36 @@
 
 Three kinds of thread: the *reader* takes messages from the head, acts at once on those that stand outside the
 sequence (abort, bytes for a promise) and queues the rest; the *order thread* runs orders in sequence and never
-answers from memory what it can start asynchronously; *waiters* wait for results and send replies.
-
-Orders and their fields are described in `ridgeway.worker.orders`.
+waits for what it can start asynchronously; *waiters* wait for results and send replies.
 """
 
 import os
 import queue
 import threading
+import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from ridgeway import settings as runtime_settings
 from ridgeway.cluster.processes import memory_bytes
-from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport import authentication, blocking_link
 from ridgeway.transport.stream_link import LinkClosed
-from ridgeway.worker import buffers, device_runtime, program_source
+from ridgeway.worker import buffers, device_runtime
+from ridgeway.worker.buffer_orders import BufferOrders
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.process_identity import hello_versions
+from ridgeway.worker.program_orders import ProgramOrders
 from ridgeway.worker.transfers import TransferClient, TransferServer
+from ridgeway.worker.waiting import Waiters
 
-WAITER_THREADS = 16
 EXIT_HEAD_GONE = 3
 EXIT_REFUSED = 2
+EXIT_BROKEN = 70
+ABANDONED_LIMIT = 8
+"""Abandoned runtimes hold threads and memory for good: with so many the executor ends itself and is replaced."""
 
 
 class Executor:
@@ -48,93 +49,84 @@ class Executor:
         self.server = TransferServer(
             self.address, arguments["secret"], self.promises, self.settings.handshake_timeout_seconds
         )
-        self.sources: dict[str, program_source.ProgramSource] = {}
-        self.orders: queue.SimpleQueue[tuple[list[Any], list[bytearray]]] = queue.SimpleQueue()
-        self.waiters = ThreadPoolExecutor(WAITER_THREADS, thread_name_prefix="waiter")
-        self.completions: queue.SimpleQueue[tuple[int, Any, Runtime, str, int | None]] = queue.SimpleQueue()
-        self.dispatched = 0
-        self.completed = 0
+        self.current_program = ""
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[tuple[list[Any], list[bytearray]]] = queue.SimpleQueue()
+        self._received = 0
+        self._dispatched = 0
+        self._completed_before = 0
+        self._entering: EnteringGeneration | None = None
+        self._services: dict[int, queue.SimpleQueue[str]] = {}
+        self._cancelled: dict[int, Status] = {}
+        """generations that were aborted and not yet left"""
+        self._abandoned: list[Runtime] = []
+        """runtimes whose executions never returned; dropping one would block"""
         self.runtime = device_runtime.runtime_alone(0, self.devices_per_host)
-        self.entering: EnteringGeneration | None = None
-        self.services: dict[int, queue.SimpleQueue[str]] = {}
-        self.cancelled: dict[int, Status] = {}
-        """generations that were aborted before this executor entered them"""
-        self.lock = threading.Lock()
-        self.received = 0
+        self.waiters = self._new_waiters(self.runtime)
+        self._aside: dict[str, Callable[..., None]] = {
+            "data": self._data, "data_failed": self._data_failed, "peer_lost": self._peer_lost,
+            "service": self._service_here, "abort": self._abort,
+        }  # fmt: skip
+        self._handlers: dict[str, Callable[..., None]] = {
+            "assign": self._assign, "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
+            **BufferOrders(self).handlers, **ProgramOrders(self).handlers,
+        }  # fmt: skip
 
     # ---- threads
 
     def run(self) -> int:
         """Serve until the head is gone; returns the exit code."""
-        for target, name in ((self._orders, "orders"), (self._completions, "completions"), (self._heartbeats, "heartbeats")):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        threading.Thread(target=self._run_orders, name="orders", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
         try:
             while True:
                 message, attached = self.link.receive()
-                aside = getattr(self, f"aside_{message[0]}", None)
+                aside = self._aside.get(message[0])
                 if aside is not None:
                     aside(*message[1:], attached=attached)
                 else:
-                    self.received += 1
-                    self.orders.put((message, attached))
+                    self._received += 1
+                    self._orders.put((message, attached))
         except LinkClosed:
             return EXIT_HEAD_GONE
 
-    def _orders(self) -> None:
+    def _run_orders(self) -> None:
         while True:
-            message, attached = self.orders.get()
+            message, attached = self._orders.get()
             try:
-                getattr(self, f"order_{message[0]}")(*message[1:], attached=attached)
+                self._handlers[message[0]](*message[1:], attached=attached)
             except LinkClosed:
                 return
             except BaseException:
                 # Head and executor no longer agree on what there is here: nothing this process holds can be trusted.
                 traceback.print_exc()
-                os._exit(70)
-            self.dispatched += 1
+                os._exit(EXIT_BROKEN)
+            self._dispatched += 1
 
-    def _heartbeats(self) -> None:
+    def _send_heartbeats(self) -> None:
         pause = threading.Event()
         while True:
-            try:
-                self.heartbeat()
-            except LinkClosed:
-                return
+            self.heartbeat()
             pause.wait(self.settings.heartbeat_interval_seconds)
 
     def heartbeat(self) -> None:
         """Tell the head that this process lives, and how far it is."""
-        outstanding = self.dispatched < self.received or not self.completions.empty() or self.running is not None
-        self.link.send(["heartbeat", self.dispatched, self.completed, outstanding, memory_bytes(os.getpid()), self.store.size])
+        waiters = self.waiters
+        outstanding = self._dispatched < self._received or waiters.outstanding > 0
+        completed = self._completed_before + waiters.completed
+        self._tell(
+            ["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid())]
+        )
 
-    running: str | None = None
-
-    def _completions(self) -> None:
-        while True:
-            execution, token, runtime, name, request = self.completions.get()
-            self.running = name
-            try:
-                token.block_until_ready()
-                if request is not None:
-                    self.reply(request)
-            except LinkClosed:
-                return
-            except Exception as error:
-                self._execution_failed(execution, self._describe(error, runtime), runtime)
-                if request is not None:
-                    self._reply_error_if_head(request, error, runtime)
-            self.running = None
-            self.completed += 1
-
-    def _execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
+    def _tell(self, message: list[Any]) -> None:
         try:
-            self.link.send(["execution_failed", execution, *self._error_fields(status, runtime)])
+            self.link.send(message)
         except LinkClosed:
-            pass
+            pass  # the reader sees it too, and ends the process
 
-    # ---- errors
+    # ---- errors and answers
 
-    def _describe(self, error: BaseException, runtime: Runtime) -> Status:
+    def describe(self, error: BaseException, runtime: Runtime) -> Status:
         """The status of an exception that came from ``runtime``; the first cause wins over its consequences."""
         if runtime.aborted is not None:
             return runtime.aborted
@@ -145,337 +137,178 @@ class Executor:
             return Status(Code.ABORTED, f"collective failed: {text[:500]}")
         return statuses.classify_runtime_error(text)
 
-    def _error_fields(self, status: Status, runtime: Runtime) -> list[Any]:
-        collective = status.code is Code.ABORTED and runtime.generation > 0
-        return [int(status.code), status.message, collective, runtime.generation]
+    def execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
+        """Tell the head, which must know when members of a generation disagree."""
+        self._tell(["execution_failed", execution, *_error_fields(status, runtime)])
 
-    def reply(self, request: int, *fields: Any, attached: tuple = ()) -> None:
+    def reply(self, request: int, *fields: Any, attached: tuple[bytes, ...] = ()) -> None:
         """Answer a request."""
-        self.link.send(["reply", request, *fields], attached)
+        try:
+            self.link.send(["reply", request, *fields], attached)
+        except LinkClosed:
+            pass
 
-    def reply_error(self, request: int, error: BaseException, runtime: Runtime) -> None:
+    def reply_error(self, request: int, status: Status, runtime: Runtime) -> None:
         """Answer a request with an error."""
-        self.link.send(["error", request, *self._error_fields(self._describe(error, runtime), runtime)])
+        self._tell(["error", request, *_error_fields(status, runtime)])
+
+    def answer(self, request: int, runtime: Runtime, attach: bool = False) -> Callable[[Any, Status | None], None]:
+        """A waiter's delivery that answers a request, with the result attached if asked."""
+
+        def deliver(result: Any, error: Status | None) -> None:
+            if error is not None:
+                self.reply_error(request, error, runtime)
+            else:
+                self.reply(request, attached=(result,) if attach else ())
+
+        return deliver
+
+    def _new_waiters(self, runtime: Runtime) -> Waiters:
+        return Waiters(lambda error: self.describe(error, runtime))
 
     # ---- outside the sequence
 
-    def aside_data(self, token: int, attached: list[bytearray]) -> None:
+    def _data(self, token: int, attached: list[bytearray]) -> None:
         self.promises.resolve(token, attached[0])
 
-    def aside_data_failed(self, token: int, code: int, message: str, attached: list[bytearray]) -> None:
+    def _data_failed(self, token: int, code: int, message: str, attached: list[bytearray]) -> None:
         self.promises.resolve(token, Status(Code(code), message))
 
-    def aside_peer_lost(self, executor: int, code: int, message: str, attached: list[bytearray]) -> None:
+    def _peer_lost(self, executor: int, code: int, message: str, attached: list[bytearray]) -> None:
         self.promises.peer_lost(executor, Status(Code(code), message))
 
-    def aside_service(self, generation: int, address: str, attached: list[bytearray]) -> None:
+    def _service_here(self, generation: int, address: str, attached: list[bytearray]) -> None:
         self._service(generation).put(address)
 
     def _service(self, generation: int) -> "queue.SimpleQueue[str]":
-        with self.lock:
-            return self.services.setdefault(generation, queue.SimpleQueue())
+        with self._lock:
+            return self._services.setdefault(generation, queue.SimpleQueue())
 
-    def aside_abort(self, generation: int, code: int, message: str, attached: list[bytearray]) -> None:
+    def _abort(self, generation: int, code: int, message: str, attached: list[bytearray]) -> None:
         cause = Status(Code(code), message)
-        with self.lock:
-            self.cancelled[generation] = cause
-            entering, runtime = self.entering, self.runtime
+        with self._lock:
+            self._cancelled[generation] = cause
+            entering, runtime = self._entering, self.runtime
         self._service(generation).put("")
         if entering is not None and entering.generation == generation:
             entering.abort(cause)
         if runtime.generation == generation:
-            runtime.abort(cause, self._heartbeat_or_nothing)
-
-    def _heartbeat_or_nothing(self) -> None:
-        try:
-            self.heartbeat()
-        except LinkClosed:
-            pass
+            runtime.abort(cause, self.heartbeat)
 
     # ---- orders: generations
 
-    def order_assign(self, slot: int, first_device: int, attached: list[bytearray]) -> None:
+    def _assign(self, slot: int, first_device: int, attached: list[bytearray]) -> None:
         self.first_device = first_device
         self._leave()
 
     def _leave(self) -> None:
         """Bring everything to host memory and go on alone."""
-        old = self.runtime
-        lost = self.store.drain(old, lambda error: self._describe(error, old))
+        old, waiters = self.runtime, self.waiters
+        lost, stuck = self.store.drain(old, lambda error: self.describe(error, old), self._gives_up(old))
+        self._completed_before += waiters.completed
+        if stuck or (old.aborted is not None and waiters.outstanding and self._still_waiting(waiters, old)):
+            assert old.aborted is not None
+            waiters.abandon(old.aborted)
+            self._abandoned.append(old)
+        else:
+            waiters.close()
         old.close()
-        with self.lock:
-            self.runtime = device_runtime.runtime_alone(self.first_device, self.devices_per_host)
+        runtime = device_runtime.runtime_alone(self.first_device, self.devices_per_host)
+        with self._lock:
+            self.runtime = runtime
+        self.waiters = self._new_waiters(runtime)
         if lost:
-            print(f"leaving generation {old.generation}: {lost} shards lost", flush=True)
+            print(
+                f"leaving generation {old.generation}: {lost} shards lost, {stuck} of them never computed", flush=True
+            )
+        if len(self._abandoned) >= ABANDONED_LIMIT:
+            print(f"{len(self._abandoned)} generations never ended here; ending this executor", flush=True)
+            os._exit(EXIT_BROKEN)
 
-    def order_leave_generation(self, request: int, generation: int, attached: list[bytearray]) -> None:
+    def _still_waiting(self, waiters: Waiters, runtime: Runtime) -> bool:
+        """Whether what waits on an aborted runtime stays without an answer."""
+        gives_up = self._gives_up(runtime)
+        while waiters.outstanding:
+            if gives_up():
+                return True
+            time.sleep(0.005)
+        return False
+
+    def _gives_up(self, runtime: Runtime) -> Callable[[], bool]:
+        """When to stop waiting for an aborted runtime: half of the time that the head gives this executor."""
+        deadline = time.monotonic() + self.settings.drain_deadline_seconds / 2
+        return lambda: runtime.aborted is not None and time.monotonic() >= deadline
+
+    def _leave_generation(self, request: int, generation: int, attached: list[bytearray]) -> None:
         if self.runtime.generation == generation:
             self._leave()
-        with self.lock:
-            self.services.pop(generation, None)
-            self.cancelled.pop(generation, None)
+        with self._lock:
+            self._services.pop(generation, None)
+            self._cancelled.pop(generation, None)
         self.reply(request)
 
-    def order_enter_generation(
+    def _enter_generation(
         self, request: int, generation: int, rank: int, first_devices: list[int], attached: list[bytearray]
     ) -> None:
         self._leave()
-        entering = EnteringGeneration(
-            generation, rank, first_devices, self.devices_per_host, self.settings.generation_create_timeout_seconds
-        )
-        with self.lock:
-            self.entering = entering
-            cancelled = self.cancelled.get(generation)
+        timeout = self.settings.generation_create_timeout_seconds
+        entering = EnteringGeneration(generation, rank, first_devices, self.devices_per_host, timeout)
+        with self._lock:
+            self._entering = entering
         try:
-            if cancelled is not None:
-                raise cancelled.error()
             try:
-                service = self._service(generation).get(timeout=self.settings.generation_create_timeout_seconds)
+                service = self._service(generation).get(timeout=timeout)
             except queue.Empty:
                 raise statuses.deadline_exceeded("the head named no key-value service in time").error() from None
-            if not service:
-                raise self.cancelled[generation].error()
+            with self._lock:
+                cancelled = self._cancelled.get(generation)
+            if cancelled is not None:
+                raise cancelled.error()
             runtime = entering.run(service, self.address)
         except Exception as error:
-            with self.lock:
-                self.entering = None
-            status = entering.aborted or (error.status if isinstance(error, StatusError) else Status(Code.ABORTED, str(error)[:300]))
-            self.link.send(["error", request, int(status.code), status.message, True, generation])
+            status = error.status if isinstance(error, StatusError) else Status(Code.ABORTED, str(error)[:300])
+            with self._lock:
+                self._entering = None
+                self._services.pop(generation, None)
+            status = entering.aborted or status
+            self._tell(["error", request, int(status.code), status.message, True, generation])
             return
-        with self.lock:
-            self.entering = None
+        waiters = self._new_waiters(runtime)
+        with self._lock:
+            self._entering = None
+            self._services.pop(generation, None)
             self.runtime = runtime
-            cancelled = self.cancelled.get(generation)
+            cancelled = self._cancelled.get(generation)
+        self.waiters.close()
+        self.waiters = waiters
         if cancelled is not None:
-            runtime.abort(cancelled, self._heartbeat_or_nothing)
+            runtime.abort(cancelled, self.heartbeat)
         self.reply(request)
 
-    # ---- orders: programs
 
-    def order_load(self, *fields: Any, attached: list[bytearray]) -> None:
-        source = program_source.from_fields(list(fields), bytes(attached[0]))
-        self.sources[source.program] = source
-
-    def order_unload(self, programs: list[str], attached: list[bytearray]) -> None:
-        for program in programs:
-            self.sources.pop(program, None)
-            self.runtime.programs.pop(program, None)
-
-    def order_execute(
-        self, execution: int, program: str, arguments: list[Any], results: list[int], kept: list[int],
-        attached: list[bytearray], request: int | None = None,
-    ) -> None:
-        runtime = self.runtime
-        source = self.sources[program]
-        local = tuple(d for d in source.devices if d in runtime.local)
-        try:
-            if runtime.aborted is not None and len(source.devices) > len(local):
-                raise runtime.aborted.error()
-            if not runtime.has_devices(source.devices):
-                raise Status(Code.ABORTED, "the generation of this program does not stand").error()
-            loaded = runtime.load(source)
-            arrays = [
-                self.store.argument(argument, index, loaded, runtime)
-                if type(argument) is int
-                else loaded.assemble(index, self._mixed(argument, local, runtime))
-                for index, argument in enumerate(arguments)
-            ]
-            for index in kept:
-                arrays[index] = loaded.assemble(
-                    index, [runtime.copy(s, d) for s, d in zip(device_runtime.shards_of(arrays[index]), local, strict=True)]
-                )
-            token, outputs = loaded.execute(arrays)
-        except Exception as error:
-            status = self._describe(error, runtime)
-            if status.code is Code.INTERNAL:
-                traceback.print_exc()
-            for result in results:
-                self.store.poison(result, local, status)
-            self._execution_failed(execution, status, runtime)
-            if request is not None:
-                self.reply_error(request, error, runtime)
-            self.completed += 1
-            return
-        for result, output in zip(results, outputs, strict=True):
-            self.store.set(result, buffers.result_group(output, loaded.local, runtime))
-        self.completions.put((execution, token, runtime, source.name, request))
-
-    def order_execute_and_tell(self, request: int, *fields: Any, attached: list[bytearray]) -> None:
-        self.order_execute(*fields, attached=attached, request=request)
-
-    def _mixed(self, argument: list[Any], local: tuple[int, ...], runtime: Runtime) -> list[Any]:
-        """Shards of an array whose shards lie in several groups: pairs (device, group)."""
-        group_of = dict(argument)
-        return [self.store.shard(group_of[device], device, runtime) for device in local]
-
-    # ---- orders: buffers
-
-    def order_free(self, groups: list[int], attached: list[bytearray]) -> None:
-        self.store.free(groups)
-
-    def order_put(
-        self, group: int, kind: int, memory_kind: str | None, parts: list[Any], attached: list[bytearray]
-    ) -> None:
-        """``parts``: [[devices], shape, strides or None, buffer index or None, token or None]"""
-        shards: dict[int, Any] = {}
-        for devices, shape, strides, index, token in parts:
-            shape = tuple(shape)
-            strides = None if strides is None else tuple(strides)
-
-            def decode(data: Any, shape: tuple[int, ...] = shape, strides: tuple[int, ...] | None = strides) -> np.ndarray:
-                return dtypes.decode_host_buffer(data, kind, shape, strides)
-
-            if index is not None:
-                try:
-                    shard: Any = buffers.HostShard(decode(attached[index]), memory_kind)
-                except StatusError as error:
-                    shard = error.status
-            else:
-                shard = buffers.PromisedShard(self.promises.claim(token, None), decode, memory_kind)
-            for device in devices:
-                shards[device] = shard
-        self.store.set(group, buffers.shard_group(shards))
-
-    def order_copy(self, group: int, memory_kind: str | None, parts: list[Any], attached: list[bytearray]) -> None:
-        """``parts``: [target device, source group or None, source device, token or None, source executor]"""
-        runtime = self.runtime
-        shards: dict[int, Any] = {}
-        for target, source_group, source_device, token, source_executor in parts:
-            if token is not None:
-                promise = self.promises.claim(token, source_executor)
-                shards[target] = buffers.PromisedShard(promise, _as_is, memory_kind)
-                continue
-            try:
-                shards[target] = runtime.copy(self.store.shard(source_group, source_device, runtime), target, memory_kind)
-            except Exception as error:
-                shards[target] = self._describe(error, runtime)
-        self.store.set(group, buffers.shard_group(shards, runtime))
-
-    def order_send(
-        self, group: int, device: int, targets: list[Any], attached: list[bytearray]
-    ) -> None:
-        """``targets``: [token, host, port]; the shard's bytes go to each."""
-        runtime = self.runtime
-        try:
-            shard = self._held(group, device)
-        except Exception as error:
-            shard = self._describe(error, runtime)
-        self.waiters.submit(self._send, shard, targets, runtime)
-
-    def _send(self, shard: Any, targets: list[Any], runtime: Runtime) -> None:
-        status = shard if isinstance(shard, Status) else None
-        data = None
-        if status is None:
-            try:
-                data = np.asarray(shard)
-            except Exception as error:
-                status = self._describe(error, runtime)
-        for token, host, port in targets:
-            try:
-                if status is None:
-                    assert data is not None
-                    self.transfers.push(host, port, token, data)
-                else:
-                    self.transfers.fail(host, port, token, status)
-            except OSError as error:
-                # Either the target is lost, which the head tells everybody, or the connection between the two is.
-                failed = statuses.data_loss(f"bytes could not be sent to {host}:{port}: {error}")
-                try:
-                    self.link.send(["transfer_failed", token, int(failed.code), failed.message])
-                except LinkClosed:
-                    return
-
-    def _held(self, group: int, device: int) -> Any:
-        """A shard whose bytes can be read later, whatever the next orders donate."""
-        shard = self.store.shard(group, device, self.runtime)
-        if shard.is_ready():
-            return np.asarray(shard)
-        return self.runtime.copy(shard, device, device_runtime.memory_kind_of(shard))
-
-    def order_fetch(self, request: int, group: int, device: int, strides: list[int] | None, attached: list[bytearray]) -> None:
-        runtime = self.runtime
-        try:
-            held = self._held(group, device)
-        except Exception as error:
-            self.reply_error(request, error, runtime)
-            return
-        self.waiters.submit(self._fetch, request, held, strides, runtime)
-
-    def _fetch(self, request: int, held: Any, strides: list[int] | None, runtime: Runtime) -> None:
-        try:
-            data = dtypes.encode_host_buffer(np.asarray(held), None if strides is None else tuple(strides))
-        except Exception as error:
-            self._reply_error_if_head(request, error, runtime)
-            return
-        try:
-            self.reply(request, attached=(data,))
-        except LinkClosed:
-            pass
-
-    def _reply_error_if_head(self, request: int, error: BaseException, runtime: Runtime) -> None:
-        try:
-            self.reply_error(request, error, runtime)
-        except LinkClosed:
-            pass
-
-    def order_ready(self, request: int, groups: list[int], attached: list[bytearray]) -> None:
-        runtime = self.runtime
-        arrays: list[Any] = []
-        try:
-            for number in groups:
-                group = self.store.group(number)
-                if group.array is not None and group.shards is None:
-                    arrays.append(group.array)
-                else:
-                    assert group.shards is not None
-                    arrays += [self.store.shard(number, device, runtime) for device in list(group.shards)]
-        except Exception as error:
-            self.reply_error(request, error, runtime)
-            return
-        self.waiters.submit(self._ready, request, arrays, runtime)
-
-    def _ready(self, request: int, arrays: list[Any], runtime: Runtime) -> None:
-        try:
-            for array in arrays:
-                try:
-                    array.block_until_ready()
-                except Exception:
-                    if not device_runtime.is_deleted(array):  # donated since: whoever took it reports its errors
-                        raise
-            self.reply(request)
-        except LinkClosed:
-            pass
-        except Exception as error:
-            self._reply_error_if_head(request, error, runtime)
-
-
-def _as_is(data: np.ndarray) -> np.ndarray:
-    return data
+def _error_fields(status: Status, runtime: Runtime) -> list[Any]:
+    collective = status.code is Code.ABORTED and runtime.generation > 0
+    return [int(status.code), status.message, collective, runtime.generation]
 
 
 def main(arguments: dict[str, Any]) -> int:
     """Entry of the forked process; ``arguments`` as an agent's template gives them."""
+    timeout = arguments["settings"]["executor_start_timeout_seconds"]
+    name = f"executor {arguments['executor']}"
     try:
-        link = blocking_link.connect(
-            arguments["head_host"], arguments["head_port"], arguments["secret"],
-            arguments["settings"]["executor_start_timeout_seconds"],
-        )
-    except (OSError, authentication.AuthenticationError) as error:
-        print(f"executor {arguments['executor']}: {error}", flush=True)
-        return EXIT_HEAD_GONE
-    executor = Executor(link, arguments)
-    link.send(["hello", {
-        "role": "executor", "agent": arguments["agent"], "executor": arguments["executor"], "pid": os.getpid(),
-        "versions": hello_versions(), "transfer_host": executor.address, "transfer_port": executor.server.port,
-    }])  # fmt: skip
-    link.set_timeout(arguments["settings"]["executor_start_timeout_seconds"])
-    try:
+        link = blocking_link.connect(arguments["head_host"], arguments["head_port"], arguments["secret"], timeout)
+        executor = Executor(link, arguments)
+        link.send(["hello", {
+            "role": "executor", "agent": arguments["agent"], "executor": arguments["executor"], "pid": os.getpid(),
+            "versions": hello_versions(), "transfer_host": executor.address, "transfer_port": executor.server.port,
+        }])  # fmt: skip
+        link.set_timeout(timeout)
         answer, _ = link.receive()
-    except LinkClosed as error:
-        print(f"executor {arguments['executor']}: {error}", flush=True)
+        link.set_timeout(None)
+    except (OSError, LinkClosed, authentication.AuthenticationError) as error:
+        print(f"{name}: {error}", flush=True)
         return EXIT_HEAD_GONE
     if answer[0] != "welcome":
-        print(f"executor {arguments['executor']}: refused: {answer[-1]}", flush=True)
+        print(f"{name}: refused: {answer[-1]}", flush=True)
         return EXIT_REFUSED
-    link.set_timeout(None)
     return executor.run()

@@ -89,7 +89,7 @@ def test_ctrl_c_in_a_terminal(world: World, presses: int) -> None:
     until(lambda: see(b"waiting\r\n"), lambda: shown.decode())
     for number in range(1, presses + 1):
         os.write(terminal, b"\x03")
-        until(lambda n=number: see(b"") and shown.count(b"interrupted") >= n, lambda: shown.decode())
+        until(lambda n=number: see(b"") and shown.count(b"interrupted\r\n") >= n, lambda: shown.decode())
     until(lambda: see(b"everything is down"), lambda: shown.decode())
     _, status = os.waitpid(pid, 0)
     os.close(terminal)

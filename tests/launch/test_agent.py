@@ -90,9 +90,7 @@ def test_starts_kills_and_reports_children() -> None:
 def test_a_child_is_given_what_it_needs_and_no_secret_shows_outside() -> None:
     async def test() -> None:
         async with FixtureHead(Settings(probe_hold_seconds=3.25)) as head:
-            async with AgentUnderTest(
-                head.port, "--slice", "0", "--host", "0", entry="fixture_echo"
-            ) as worker:
+            async with AgentUnderTest(head.port, "--slice", "0", "--host", "0", entry="fixture_echo") as worker:
                 agent = await head.next_agent()
                 agent.link.send(["start_executor", 1])
                 await agent.next("process_exited")
@@ -198,9 +196,7 @@ def test_refusals_are_one_line_and_exit_code_2() -> None:
             head.refuse_with = "slice 0 host 0 is taken; choose another"
             async with AgentUnderTest(head.port, "--slice", "0", "--host", "0") as worker:
                 assert await worker.exit_code() == 2
-                assert worker.log.strip().endswith(
-                    "refused by the head: slice 0 host 0 is taken; choose another"
-                )
+                assert worker.log.strip().endswith("refused by the head: slice 0 host 0 is taken; choose another")
                 assert len(worker.log.strip().splitlines()) == 1
             async with AgentUnderTest(head.port, secret="another") as worker:
                 assert await worker.exit_code() == 2
@@ -309,12 +305,8 @@ def test_a_stopped_agent_does_not_blame_the_head() -> None:
 
 def test_the_agent_imports_neither_jax_nor_numpy() -> None:
     async def test() -> None:
-        code = (
-            "import sys, ridgeway.worker.agent; print(sorted({'jax', 'jaxlib', 'numpy'} & set(sys.modules)))"
-        )
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
-        )
+        code = "import sys, ridgeway.worker.agent; print(sorted({'jax', 'jaxlib', 'numpy'} & set(sys.modules)))"
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
         output, _ = await child.communicate()
         assert output.strip() == b"[]"
 

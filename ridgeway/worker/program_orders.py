@@ -1,0 +1,90 @@
+"""Orders about programs: load, unload, execute."""
+
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ridgeway.protocol.status import Code, Status
+from ridgeway.worker import buffers, device_runtime, program_source
+from ridgeway.worker.device_runtime import LoadedProgram, Runtime
+
+if TYPE_CHECKING:
+    from ridgeway.worker.executor import Executor
+
+
+class ProgramOrders:
+    """Handlers by order name, for one executor."""
+
+    def __init__(self, executor: "Executor"):
+        self._executor = executor
+        self._store = executor.store
+        self._sources: dict[str, program_source.ProgramSource] = {}
+        self.handlers: dict[str, Callable[..., None]] = {
+            "load": self.load, "unload": self.unload, "execute": self.execute, "execute_and_tell": self.execute_and_tell,
+        }  # fmt: skip
+
+    def load(self, *fields: Any, attached: list[bytearray]) -> None:
+        """Keep a program; it is loaded into a runtime when it is first executed there."""
+        source = program_source.from_fields(list(fields), bytes(attached[0]))
+        self._sources[source.program] = source
+
+    def unload(self, programs: list[str], attached: list[bytearray]) -> None:
+        """Forget programs."""
+        for program in programs:
+            self._sources.pop(program, None)
+            self._executor.runtime.programs.pop(program, None)
+
+    def execute_and_tell(self, request: int, *fields: Any, attached: list[bytearray]) -> None:
+        """`execute`, and answer when it is complete."""
+        self.execute(*fields, attached=attached, request=request)
+
+    def execute(
+        self, execution: int, program: str, arguments: list[Any], results: list[int], kept: list[int],
+        attached: list[bytearray], request: int | None = None,
+    ) -> None:  # fmt: skip
+        """Start an execution. An argument is a group, or a list of (device, group) pairs; those in ``kept`` are not
+        donated even if the program would."""
+        executor = self._executor
+        runtime = executor.runtime
+        source = self._sources[program]
+        local = tuple(d for d in source.devices if d in runtime.local)
+        executor.current_program = source.name
+        try:
+            if runtime.aborted is not None and len(source.devices) > len(local):
+                raise runtime.aborted.error()
+            if not runtime.has_devices(source.devices):
+                raise Status(Code.ABORTED, f"the generation of {source.name} does not stand").error()
+            loaded = runtime.load(source)
+            arrays = [self._argument(a, i, loaded, runtime) for i, a in enumerate(arguments)]
+            for index in kept:
+                shards = device_runtime.shards_of(arrays[index])
+                copies = [runtime.copy(shard, device) for shard, device in zip(shards, loaded.local, strict=True)]
+                arrays[index] = loaded.assemble(index, copies)
+            token, outputs = loaded.execute(arrays)
+        except Exception as error:
+            status = executor.describe(error, runtime)
+            if status.code is Code.INTERNAL:
+                traceback.print_exc()
+            for result in results:
+                self._store.poison(result, local, status)
+            executor.execution_failed(execution, status, runtime)
+            if request is not None:
+                executor.reply_error(request, status, runtime)
+            return
+        for result, output in zip(results, outputs, strict=True):
+            self._store.set(result, buffers.result_group(output, loaded.local, runtime))
+        answer = None if request is None else executor.answer(request, runtime)
+
+        def complete(_: Any, error: Status | None) -> None:
+            if error is not None:
+                executor.execution_failed(execution, error, runtime)
+            if answer is not None:
+                answer(None, error)
+
+        executor.waiters.execution(token, complete)
+
+    def _argument(self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime) -> Any:
+        if type(argument) is int:
+            return self._store.argument(argument, index, loaded, runtime)
+        group_of = dict(argument)
+        return loaded.assemble(index, [self._store.shard(group_of[d], d, runtime) for d in loaded.local])

@@ -1,0 +1,117 @@
+"""Threads that wait for what one runtime computes, so that the order thread never does.
+
+When a generation is aborted some of its executions may never return (known holes in gloo's and XLA's set-up of
+communicators).  The runtime is then abandoned: everything that still waits on it is answered with the first cause,
+and its threads are left behind.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ridgeway.protocol.status import Status
+
+THREADS = 16
+
+Deliver = Callable[[Any, "Status | None"], None]
+"""Called once with (result, None) or (None, error)."""
+
+
+class _Task:
+    __slots__ = ("_lock", "deliver", "done")
+
+    def __init__(self, deliver: Deliver):
+        self.deliver = deliver
+        self.done = False
+        self._lock = threading.Lock()
+
+    def finish(self, result: Any, error: Status | None) -> bool:
+        with self._lock:
+            if self.done:
+                return False
+            self.done = True
+        self.deliver(result, error)
+        return True
+
+
+class Waiters:
+    """Waits on behalf of one runtime. ``describe`` turns an exception into its status."""
+
+    def __init__(self, describe: Callable[[BaseException], Status]):
+        self._describe = describe
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="waiter")
+        self._executions: queue.SimpleQueue[tuple[Any, _Task] | None] = queue.SimpleQueue()
+        self._tasks: dict[_Task, None] = {}
+        self._lock = threading.Lock()
+        self._abandoned: Status | None = None
+        self.completed = 0
+        self._completions: threading.Thread | None = None
+
+    def submit(self, wait: Callable[[], Any], deliver: Deliver) -> None:
+        """Run ``wait`` on a thread and deliver what it returns or raises."""
+        task = self._register(deliver)
+        if task is not None:
+            self._pool.submit(self._run, wait, task)
+
+    def execution(self, token: Any, deliver: Deliver) -> None:
+        """Deliver when an execution is complete. Executions complete in order, so one thread waits for them all."""
+        task = self._register(deliver)
+        if task is None:
+            return
+        if self._completions is None:
+            self._completions = threading.Thread(target=self._wait_for_executions, name="completions", daemon=True)
+            self._completions.start()
+        self._executions.put((token, task))
+
+    @property
+    def outstanding(self) -> int:
+        """How much is being waited for."""
+        return len(self._tasks)
+
+    def _register(self, deliver: Deliver) -> _Task | None:
+        task = _Task(deliver)
+        with self._lock:
+            if self._abandoned is None:
+                self._tasks[task] = None
+                return task
+        task.finish(None, self._abandoned)
+        return None
+
+    def _finish(self, task: _Task, result: Any, error: Status | None) -> None:
+        task.finish(result, error)
+        with self._lock:
+            self._tasks.pop(task, None)
+
+    def _run(self, wait: Callable[[], Any], task: _Task) -> None:
+        try:
+            result, error = wait(), None
+        except Exception as exception:
+            result, error = None, self._describe(exception)
+        self._finish(task, result, error)
+
+    def _wait_for_executions(self) -> None:
+        while (entry := self._executions.get()) is not None:
+            token, task = entry
+            try:
+                token.block_until_ready()
+                error = None
+            except Exception as exception:
+                error = self._describe(exception)
+            self.completed += 1
+            self._finish(task, None, error)
+
+    def abandon(self, cause: Status) -> None:
+        """Answer everything that still waits with ``cause``."""
+        with self._lock:
+            self._abandoned = cause
+            tasks = list(self._tasks)
+            self._tasks.clear()
+        for task in tasks:
+            task.finish(None, cause)
+
+    def close(self) -> None:
+        """Nothing waits any more: let the threads end."""
+        self._executions.put(None)
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,67 @@
+"""What `ridgeway doctor` finds."""
+
+import importlib.metadata
+
+import pytest
+from harness import World
+
+from ridgeway.cli import doctor
+
+PROXY = {"JAX_PLATFORMS": "proxy", "JAX_BACKEND_TARGET": "grpc://127.0.0.1:29000"}
+CREDENTIALS = {"IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "true"}
+
+
+def test_python() -> None:
+    assert doctor.check_python((3, 12, 1)).level == doctor.OK
+    assert doctor.check_python((3, 11, 9)).level == doctor.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("jax", "jaxlib", "level"),
+    [
+        ("0.12.0.1", "0.12.0.1", doctor.OK),
+        ("0.11.0", "0.11.0", doctor.OK),
+        ("0.12.0", "0.11.0", doctor.PROBLEM),
+        ("0.10.2", "0.10.2", doctor.PROBLEM),
+        ("0.13.0", "0.13.0", doctor.PROBLEM),
+        (None, "0.12.0", doctor.PROBLEM),
+    ],
+)
+def test_jax(jax: str | None, jaxlib: str, level: str) -> None:
+    def installed(name: str) -> str:
+        version = {"jax": jax, "jaxlib": jaxlib}[name]
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    finding = doctor.check_jax(installed)
+    assert finding.level == level
+    if level == doctor.PROBLEM:
+        assert "pip install" in finding.text
+
+
+def test_environment() -> None:
+    assert doctor.check_environment({}).level == doctor.OK
+    assert doctor.check_environment({"JAX_PLATFORMS": "cpu"}).level == doctor.OK
+    missing = doctor.check_environment(PROXY)
+    assert missing.level == doctor.PROBLEM
+    assert "export IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true" in missing.text
+    assert doctor.check_environment({**PROXY, **CREDENTIALS}).level == doctor.OK
+    both = {**PROXY, **CREDENTIALS, "JAX_PLATFORMS": "proxy,cpu"}
+    assert doctor.check_environment(both).level == doctor.OK
+    target = doctor.check_environment({"JAX_PLATFORMS": "proxy", **CREDENTIALS})
+    assert target.level == doctor.PROBLEM and "JAX_BACKEND_TARGET" in target.text
+
+
+def test_memory() -> None:
+    levels = [doctor.check_memory(gib << 28).level for gib in (0, 3, 400)]
+    assert levels == [doctor.PROBLEM, doctor.NOTE, doctor.OK]
+
+
+def test_the_command(world: World) -> None:
+    code, output, _ = world.call("doctor", **PROXY)
+    assert code == 1 and "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS" in output
+    code, output, _ = world.call("doctor", "--settings", RIDGEWAY_PROBE_HOLD_SECONDS="2.5")
+    assert code == 0 and "probe_hold_seconds=2.5" in output.splitlines()
+    code, _, errors = world.call("doctor", "--settings", RIDGEWAY_PROBE_HOLD_SECONDS="soon")
+    assert code == 2 and "probe_hold_seconds = 'soon' is not a float" in errors

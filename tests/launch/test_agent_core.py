@@ -1,0 +1,185 @@
+"""The agent's decisions, without sockets, processes or a clock."""
+
+import signal
+
+import pytest
+
+from ridgeway.settings import Settings
+from ridgeway.worker import agent_core as core
+
+
+def make(**settings) -> core.AgentCore:
+    identity = core.Identity(
+        "head", 29001, "secret", 1, 0, False, "10.0.0.2", "launch-1", 4711, "host", {"jaxlib": "0.12.0.1"}
+    )
+    return core.AgentCore(identity, Settings(**settings), 60.0, 0.0)
+
+
+def welcome(agent=5, **settings):
+    return core.Welcomed(
+        {
+            "agent": agent,
+            "slice": 1,
+            "host": 0,
+            "devices_per_host": 2,
+            "platform": "cpu",
+            "cluster": "c",
+            "settings": {**Settings(**settings).to_dict(), "a_setting_of_the_future": 1},
+        }
+    )
+
+
+def joined(**settings) -> core.AgentCore:
+    agent = make()
+    agent.handle(core.Started(), 0.0)
+    agent.handle(welcome(**settings), 0.0)
+    agent.handle(core.TemplateReady(1.0), 0.0)
+    return agent
+
+
+def kinds(effects):
+    return [type(effect).__name__ for effect in effects if not isinstance(effect, core.Say)]
+
+
+def test_template_and_connection_begin_together_and_either_may_be_first():
+    for order in ("template", "head"):
+        agent = make()
+        assert kinds(agent.handle(core.Started(), 0.0)) == ["StartTemplate", "Connect"]
+        events = [core.TemplateReady(1.5), welcome()]
+        if order == "head":
+            events.reverse()
+        effects = [effect for event in events for effect in agent.handle(event, 0.1)]
+        assert [e for e in effects if isinstance(e, core.Send)] == [core.Send(["template_ready", 1.5])]
+
+
+def test_it_tries_to_reach_a_head_until_the_deadline():
+    agent = make()
+    agent.handle(core.Started(), 0.0)
+    assert kinds(agent.handle(core.ConnectFailed("refused"), 59.0)) == ["Connect"]
+    effects = agent.handle(core.ConnectFailed("refused"), 60.5)
+    assert effects[-1] == core.Exit(core.EXIT_REFUSED)
+    assert "no head answers at head:29001" in effects[0].text
+
+
+def test_heartbeats_go_out_and_silence_ends_the_work():
+    agent = joined(heartbeat_interval_seconds=1.0, heartbeat_timeout_seconds=4.0)
+    agent.handle(core.MessageReceived(["start_executor", 7]), 0.0)
+    agent.handle(core.Forked("executor", 7, 100), 0.0)
+    beats = 0
+    for step in range(1, 40):
+        effects = agent.handle(core.Tick(), step * 0.1)
+        beats += core.Send(["heartbeat"]) in effects
+    assert beats == 4
+    effects = agent.handle(core.Tick(), 4.1)
+    assert kinds(effects) == ["SignalChild", "Exit"]
+    assert core.SignalChild(100, signal.SIGKILL) in effects
+    assert effects[-1] == core.Exit(core.EXIT_ORPHANED)
+
+
+def test_any_message_of_the_head_counts_as_life():
+    agent = joined(heartbeat_timeout_seconds=4.0)
+    for step in range(1, 100):
+        agent.handle(core.MessageReceived(["something new"]), step * 1.0)
+        assert "Exit" not in kinds(agent.handle(core.Tick(), step * 1.0))
+
+
+def test_an_executor_that_is_to_die_before_it_is_born_dies_at_birth():
+    agent = joined()
+    assert kinds(agent.handle(core.MessageReceived(["start_executor", 7]), 0.0)) == ["Fork"]
+    assert kinds(agent.handle(core.MessageReceived(["kill_executor", 7, "why"]), 0.0)) == []
+    assert core.SignalChild(100, signal.SIGKILL) in agent.handle(core.Forked("executor", 7, 100), 0.1)
+    effects = agent.handle(core.ChildExited("executor", 7, -9), 0.2)
+    assert core.Send(["process_exited", "executor", 7, -9]) in effects
+    assert agent.children == {}
+
+
+def test_a_fork_that_fails_is_reported_as_an_exit():
+    agent = joined()
+    agent.handle(core.MessageReceived(["start_compiler", 8]), 0.0)
+    effects = agent.handle(core.ForkFailed("compiler", 8, "no memory"), 0.1)
+    assert core.Send(["process_exited", "compiler", 8, core.FORK_FAILED_CODE]) in effects
+
+
+def test_arguments_of_a_child():
+    agent = joined(probe_hold_seconds=2.5)
+    [fork] = agent.handle(core.MessageReceived(["start_compiler", 9]), 0.0)
+    assert fork.arguments["compiler"] == 9 and fork.arguments["agent"] == 5
+    assert fork.arguments["settings"]["probe_hold_seconds"] == 2.5
+    assert (fork.arguments["head_host"], fork.arguments["head_port"]) == ("head", 29001)
+    assert "secret" not in repr(fork)
+
+
+def test_waiting_for_a_head_kills_the_work_but_not_the_template():
+    agent = joined(orphan_policy="wait", orphan_timeout_seconds=10.0)
+    agent.handle(core.MessageReceived(["start_executor", 7]), 0.0)
+    agent.handle(core.Forked("executor", 7, 100), 0.0)
+    effects = agent.handle(core.LinkLost("reset"), 1.0)
+    assert kinds(effects) == ["SignalChild", "CloseLink", "Connect"]
+    # The old executor's end is told to nobody, the old head's messages are obeyed by nobody.
+    assert kinds(agent.handle(core.ChildExited("executor", 7, -9), 1.1)) == []
+    assert kinds(agent.handle(core.MessageReceived(["start_executor", 8]), 1.1)) == []
+    assert kinds(agent.handle(core.NotAuthenticated("another"), 5.0)) == ["Connect"]
+    assert agent.hello()["slice"] == 1
+    effects = agent.handle(welcome(agent=6), 6.0)
+    assert core.Send(["template_ready", 1.0]) in effects
+    assert agent.agent == 6
+    # The next time nobody comes.
+    agent.handle(welcome(agent=6, orphan_policy="wait", orphan_timeout_seconds=10.0), 6.0)
+    agent.handle(core.LinkLost("reset"), 20.0)
+    effects = agent.handle(core.ConnectFailed("refused"), 30.1)
+    assert effects[-1] == core.Exit(core.EXIT_ORPHANED)
+
+
+def test_a_wrong_secret_at_first_is_a_mistake():
+    agent = make()
+    agent.handle(core.Started(), 0.0)
+    assert agent.handle(core.NotAuthenticated("has another cluster secret"), 0.1)[-1] == core.Exit(2)
+
+
+def test_template_deaths_are_counted_within_a_window():
+    agent = joined()
+    for at in (10.0, 30.0, 50.0, 70.0):
+        assert kinds(agent.handle(core.TemplateDied(-9, ""), at)) == ["StartTemplate"]
+    assert kinds(agent.handle(core.TemplateDied(1, "bad"), 75.0)) == ["StartTemplate"]
+    effects = agent.handle(core.TemplateDied(1, "no jax"), 76.0)
+    assert effects[-1] == core.Exit(core.EXIT_NO_TEMPLATE)
+    assert "no jax" in effects[-2].text
+    assert agent.handle(core.Tick(), 77.0) == []
+
+
+def test_a_template_that_never_is_ready_is_killed_once():
+    agent = make(executor_start_timeout_seconds=5.0)
+    agent.handle(core.Started(), 0.0)
+    killed = [at for at in range(20) if "KillTemplate" in kinds(agent.handle(core.Tick(), float(at)))]
+    assert killed == [5]
+
+
+def test_being_stopped_oneself_is_not_the_heads_silence():
+    agent = joined(heartbeat_timeout_seconds=4.0)
+    agent.handle(core.Tick(), 1.0)
+    assert "Exit" not in kinds(agent.handle(core.Tick(), 60.0))
+    assert "Exit" not in kinds(agent.handle(core.Tick(), 61.5))
+    at, effects = 61.5, []
+    while not effects or "Exit" not in kinds(effects):
+        at += 0.5
+        effects = agent.handle(core.Tick(), at)
+    assert at == 64.0
+
+
+@pytest.mark.parametrize("message", [["assign"], ["start_executor", "x"], ["deliver_signal", "moon", 9], ["?"]])
+def test_nonsense_of_the_head_is_ignored_and_said(message):
+    effects = joined().handle(core.MessageReceived(message), 1.0)
+    assert kinds(effects) == [] and "ignored" in effects[0].text
+
+
+def test_signals_for_the_executor_and_for_all():
+    agent = joined()
+    for number, (role, order) in enumerate([("executor", "start_executor"), ("compiler", "start_compiler")]):
+        agent.handle(core.MessageReceived([order, number]), 0.0)
+        agent.handle(core.Forked(role, number, 100 + number), 0.0)
+    effects = agent.handle(core.MessageReceived(["deliver_signal", "executor", 19]), 1.0)
+    assert effects[1:] == [core.SignalChild(100, 19)]
+    effects = agent.handle(core.MessageReceived(["deliver_signal", "worker", 19]), 1.0)
+    assert effects[1:] == [
+        core.SignalChild(100, 19), core.SignalChild(101, 19), core.SignalTemplate(19), core.SignalSelf(19)
+    ]  # fmt: skip
