@@ -146,7 +146,7 @@ def check_folders() -> Finding:
     return Finding(NOTE if free < 1 else OK, "folders", text)
 
 
-@click.command()
+@click.command(short_help="Check this machine and this shell.")
 @click.option("--settings", "list_settings", is_flag=True, help="List every setting with its value and stop.")
 def doctor(list_settings: bool) -> int:
     """Check this machine and this shell; exit code 1 if something would not work."""

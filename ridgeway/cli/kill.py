@@ -32,7 +32,7 @@ def parse_target(text: str) -> tuple[int, int | None]:
     return found["slice"], found.get("host")
 
 
-@click.command()
+@click.command(short_help="Break a worker on purpose.")
 @options.cluster_name
 @click.argument("where", metavar="slice=S[,host=H]")
 @click.option(

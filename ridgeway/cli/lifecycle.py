@@ -8,6 +8,8 @@ import click
 
 from ridgeway.cli import options
 
+EXIT_INTERRUPTED = 130
+
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @options.local_cluster
@@ -35,11 +37,15 @@ def up(**values: Any) -> int:
 
     The last three lines, on stdout, are for the shell: eval "$(ridgeway up --slices 3)".
     """
-    from ridgeway.launch.daemon import print_line, start_detached
+    from ridgeway.launch.daemon import Interrupted, print_line, start_detached
     from ridgeway.launch.environment import export_lines
 
     local = options.read_local_options(values, None)
-    record = start_detached(local, print_line)
+    try:
+        record = start_detached(local, print_line)
+    except Interrupted as error:
+        print_line(str(error))
+        return EXIT_INTERRUPTED
     print_line(f"stop it with `ridgeway down{'' if values['name'] is None else ' --cluster ' + record.name}`")
     for line in export_lines("127.0.0.1", record.proxy_port):
         print(line)

@@ -12,7 +12,7 @@ import click
 from ridgeway.cli import options
 
 
-@click.command()
+@click.command(short_help="Run the head alone, for workers elsewhere.")
 @options.topology
 @options.ports
 @click.option(
@@ -97,7 +97,9 @@ def _head_secret(path: Path | None) -> str:
 
 
 @click.command(
-    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True}
+    add_help_option=False,
+    short_help="Run one host's worker.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True},
 )
 @options.settings
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -115,7 +117,9 @@ def worker(settings: tuple[str, ...], arguments: tuple[str, ...]) -> int:
 
 
 @click.command(
-    add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True}
+    add_help_option=False,
+    short_help="Train MaxText, kill a worker, train on.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": True},
 )
 @click.option("--full", is_flag=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -69,7 +69,7 @@ def events(name: str | None, follow: bool, since: int, kinds: tuple[str, ...], a
     return 0
 
 
-@click.command()
+@click.command(short_help="Show where the time of each recovery went.")
 @options.cluster_name
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option(
@@ -109,7 +109,7 @@ def _draw(events: list[dict[str, Any]], png: Path) -> None:
         raise click.ClickException(f"cannot draw {png}: {error}") from None
 
 
-@click.command()
+@click.command(short_help="Show the logs of the head and the workers.")
 @options.cluster_name
 @click.option("--slice", "slice_index", type=click.IntRange(0), metavar="S", help="The workers of this slice.")
 @click.option("--host", type=click.IntRange(0), metavar="H", help="With --slice: of this host.")

@@ -12,7 +12,7 @@ NARROWEST_COLUMNS = 100
 _STYLES = {"up": "green", "ready": "green", "joining": "yellow", "suspect": "yellow", "draining": "yellow"}
 
 
-@click.command()
+@click.command(short_help="Show slices, hosts, sessions and memory.")
 @options.cluster_name
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 def status(name: str | None, as_json: bool) -> int:

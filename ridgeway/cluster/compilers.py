@@ -105,7 +105,8 @@ class CompilerPool:
             except TimeoutError:
                 compiler.pending.pop(request, None)
                 raise statuses.deadline_exceeded(
-                    f"a compilation took longer than {self._settings.compile_timeout_seconds} s (compile_timeout_seconds)"
+                    f"a compilation took longer than {self._settings.compile_timeout_seconds} s "
+                    "(compile_timeout_seconds)"
                 ).error() from None
         raise statuses.unimplemented(
             f"this program ended {self._settings.compile_attempts} compiler processes one after the other; "

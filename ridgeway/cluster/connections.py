@@ -64,7 +64,7 @@ class Connections:
             serve = {
                 "agent": self._serve_agent, "executor": self._serve_executor,
                 "compiler": self._serve_compiler, "control": self._serve_control,
-            }.get(role)  # fmt: skip
+            }.get(str(role))  # fmt: skip
             if serve is None:
                 await self._refuse(link, f"a hello with role {role!r}; known: agent, executor, compiler, control")
             else:
@@ -85,7 +85,8 @@ class Connections:
             if theirs.get(name) != self._versions[name]:
                 return (
                     f"this cluster runs {name} {self._versions[name]}, the {hello.get('role')} on "
-                    f"{hello.get('hostname', 'that host')} has {theirs.get(name)}; install the same version on every host"
+                    f"{hello.get('hostname', 'that host')} has {theirs.get(name)}; "
+                    "install the same version on every host"
                 )
         return None
 

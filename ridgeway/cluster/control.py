@@ -119,7 +119,8 @@ class Control:
         link = manager.slots[slot]
         generation = None if link is None else manager.generations.generation_of(link.number)
         return {
-            "slice": manager.topology.slice_of_slot(slot), "host": manager.topology.host_of_slot(slot), "state": state.value,
+            "slice": manager.topology.slice_of_slot(slot), "host": manager.topology.host_of_slot(slot),
+            "state": state.value,
             "incarnation": number, "pid": agent.pid if agent else None, "hostname": agent.hostname if agent else None,
             "executor_pid": link.pid if link else None, "generation": generation.number if generation else None,
             "memory_bytes": link.memory_bytes if link else 0, "restarts": manager.membership.restarts[slot],
@@ -150,7 +151,8 @@ class Control:
             link = manager.slots[slot]
             pids.append(link.pid if target == "executor" and link is not None else agent.pid)
             manager.emit(
-                "signal_delivered", slice=manager.topology.slice_of_slot(slot), host=manager.topology.host_of_slot(slot),
+                "signal_delivered",
+                slice=manager.topology.slice_of_slot(slot), host=manager.topology.host_of_slot(slot),
                 signal=signal, target=target,
             )  # fmt: skip
             agent.send(["deliver_signal", target, signal])

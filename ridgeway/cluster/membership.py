@@ -216,7 +216,8 @@ class Membership:
                 return [
                     Refuse(
                         number,
-                        f"all {self.topology.slots} host slots of this {self.topology} cluster are taken; start it with --standby to have it wait for one",
+                        f"all {self.topology.slots} host slots of this {self.topology} cluster are taken; "
+                        "start it with --standby to have it wait for one",
                     )
                 ]
         if slot is not None:
@@ -225,7 +226,8 @@ class Membership:
                 return [
                     Refuse(
                         number,
-                        f"{self.topology.describe_slot(slot)} is taken (incarnation {holder}); stop that worker first, choose another slot or --standby",
+                        f"{self.topology.describe_slot(slot)} is taken (incarnation {holder}); "
+                        "stop that worker first, choose another slot or --standby",
                     )
                 ]
         agent = Agent(number, slot, now, now, launch_id)
@@ -371,7 +373,8 @@ class Membership:
                     executor.number,
                     Loss(
                         True,
-                        f"its executor said nothing for {now - executor.heard:.1f} s while its agent answered (progress_deadline_seconds)",
+                        f"its executor said nothing for {now - executor.heard:.1f} s while its agent answered "
+                        "(progress_deadline_seconds)",
                     ),
                 )
             elif executor.outstanding and now - executor.progressed >= limits.progress_deadline_seconds:
@@ -380,7 +383,8 @@ class Membership:
                     executor.number,
                     Loss(
                         True,
-                        f"its executor completed nothing for {now - executor.progressed:.1f} s while its agent answered (progress_deadline_seconds)",
+                        f"its executor completed nothing for {now - executor.progressed:.1f} s while its agent "
+                        "answered (progress_deadline_seconds)",
                     ),
                 )
         return effects

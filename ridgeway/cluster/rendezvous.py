@@ -151,7 +151,7 @@ def main(address: str) -> None:
     """The child: serve commands until standard input ends."""
     processes.die_with_parent()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from jaxlib import _jax  # the only native code outside workers; see the module's text
+    from jaxlib import _jax  # type: ignore[attr-defined]  # pyright: ignore  # the only native code outside workers; see the module's text
 
     services: dict[int, object] = {}
     print("ready", flush=True)

@@ -207,7 +207,9 @@ class ResourceManager:
                         )
                         self.apply(self.membership.recycle_executor(
                             self.clock(), number,
-                            membership_machine.Loss(False, f"it did not leave the aborted generation {generation} within drain_deadline_seconds"),
+                            membership_machine.Loss(
+                                False, f"it did not leave the aborted generation {generation} (drain_deadline_seconds)"
+                            ),
                         ))  # fmt: skip
                 case generation_machine.Retire(generation):
                     port = self._services.pop(generation, None)

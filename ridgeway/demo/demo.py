@@ -53,8 +53,9 @@ RUN_NAME = "training"
 
 #: Checkpoints after that of step 0 that must be complete before the kill.
 CHECKPOINTS_BEFORE_KILL = 2
-#: Steps between the newest checkpoint and the kill, at least; at most one less than the checkpoint period.
-STEPS_AFTER_CHECKPOINT = 2
+#: Steps between the newest checkpoint and the kill, at least, and so many before the next checkpoint: the log is a
+#: step behind, and a checkpoint of the very moment would leave nothing to go back over.
+STEPS_AROUND_CHECKPOINT = 2
 #: Steps after the recovery before the workers are looked at again.
 STEPS_UNTIL_STATUS = 5
 
@@ -88,7 +89,7 @@ class Plan:
 
 
 SMALL_PLAN = Plan(jobs.SMALL, steps=50, checkpoint_period=10)
-FULL_PLAN = Plan(jobs.FULL, steps=24, checkpoint_period=4)
+FULL_PLAN = Plan(jobs.FULL, steps=26, checkpoint_period=5)
 
 
 @dataclass(frozen=True)
@@ -256,9 +257,12 @@ class Demonstration:
         await training.until(
             "two committed checkpoints", lambda: len(committed()) >= CHECKPOINTS_BEFORE_KILL, TRAINING_SECONDS
         )
-        delay = self._random.randint(STEPS_AFTER_CHECKPOINT, max(STEPS_AFTER_CHECKPOINT, plan.checkpoint_period - 1))
-        last = max(committed()[-1] + delay, training.steps[-1].step)
-        await training.until("the step to kill at", lambda: training.steps[-1].step >= last, TRAINING_SECONDS)
+        delay = self._random.randint(STEPS_AROUND_CHECKPOINT, plan.checkpoint_period - STEPS_AROUND_CHECKPOINT)
+        await training.until(
+            f"the {delay}th step after a checkpoint",
+            lambda: training.steps[-1].step % plan.checkpoint_period == delay,
+            TRAINING_SECONDS,
+        )
         before = await training.status()
         host = options.kill_host
         if host is None:
@@ -271,13 +275,13 @@ class Demonstration:
             f"{training.steps[-1].step}; committed checkpoints: {complete}",
             style="bold red",
         )
-        rewind = await training.until_stepping_again(kill, RECOVERY_SECONDS)
+        resumed = await training.until_stepping_again(kill, RECOVERY_SECONDS)
         self._say(
-            f"training again {time.time() - kill.time:.1f} s after the kill: step {rewind.last_step}, then step "
-            f"{rewind.next_step}; controller pid {pid}",
+            f"training again {resumed.seconds:.1f} s after the kill: step {resumed.last_step}, then step "
+            f"{resumed.step}; controller pid {pid}",
             style="bold green",
         )
-        wanted = rewind.index + STEPS_UNTIL_STATUS
+        wanted = resumed.index + STEPS_UNTIL_STATUS
         await training.until("more steps", lambda: len(training.steps) >= wanted, TRAINING_SECONDS)
         after = await training.status()
         self._watch(after, pid)

@@ -27,6 +27,8 @@ STOP_SECONDS = 5.0
 #: How long a worker that died may take to be replaced.
 REPLACEMENT_SECONDS = 120.0
 
+#: pathwaysutils (0.1.13, elastic/manager.py) logs this at each entry of the training function; the first is number 1.
+_ATTEMPT = "Elastic attempt "
 _EXCEPTION_LINE = re.compile(r"^(?:[\w.]*(?:Error|Exception|Interrupt|Limit)\b|SystemExit).*")
 
 
@@ -45,6 +47,7 @@ class Kill:
         time: wall time of the kill, seconds.
         monotonic: the same on the monotonic clock, which all processes of a machine share.
         steps_before: how many steps had been logged.
+        attempts_before: how often the training function had been entered.
         committed: the checkpoints that were complete.
     """
 
@@ -54,16 +57,40 @@ class Kill:
     time: float
     monotonic: float
     steps_before: int
+    attempts_before: int
     committed: list[int]
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """The first step after a recovery.
+
+    Attributes:
+        index: its position among all steps logged.
+        last_step: the last step logged before.
+        step: its number. It is at most ``last_step`` unless a checkpoint was committed right before the kill.
+        seconds: from the kill to its log line.
+    """
+
+    index: int
+    last_step: int
+    step: int
+    seconds: float
+
+
 class LogReader:
-    """The steps in a log that grows; each part of the log is read once."""
+    """The steps in a log that grows; each part of the log is read once.
+
+    Attributes:
+        records: all steps so far.
+        attempts: for each entry of the training function how many steps had been logged before.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self.records: list[jobs.StepRecord] = []
+        self.attempts: list[int] = []
 
     def read(self) -> list[jobs.StepRecord]:
         """The steps that are new since the last call."""
@@ -75,9 +102,13 @@ class LogReader:
             return []
         whole_lines = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole_lines)
-        new = jobs.parse_steps(whole_lines.decode("utf-8", errors="replace"))
-        self.records += new
-        return new
+        before = len(self.records)
+        for line in whole_lines.decode("utf-8", errors="replace").splitlines():
+            if _ATTEMPT in line and not line.rstrip().endswith("failed."):
+                self.attempts.append(len(self.records))
+            elif "completed step" in line:
+                self.records += jobs.parse_steps(line)
+        return self.records[before:]
 
 
 def last_error(log: Path) -> str:
@@ -183,19 +214,22 @@ class Training:
                 raise TrainingError(f"waited {seconds:g} s for {what}; see {self.log} and {self._cluster.logs}")
             await asyncio.sleep(POLL_SECONDS)
 
-    async def until_stepping_again(self, kill: Kill, seconds: float) -> jobs.Rewind:
-        """Wait for the first step after a kill that is logged after the counter went back.
+    async def until_stepping_again(self, kill: Kill, seconds: float) -> Resumption:
+        """Wait for the first step of the attempt that follows a kill (of the last one, when several follow).
 
         Raises:
             TrainingError: as for ``until``.
         """
+        attempts = self._reader.attempts
 
-        def rewinds() -> list[jobs.Rewind]:
-            # Steps that were under way at the kill may still be logged before.
-            return [rewind for rewind in jobs.find_rewinds(self.steps) if rewind.index >= kill.steps_before]
+        def stepping() -> bool:
+            return len(attempts) > kill.attempts_before and len(self.steps) > attempts[-1]
 
-        await self.until("the step after the recovery", lambda: bool(rewinds()), seconds)
-        return rewinds()[0]
+        await self.until("the step after the recovery", stepping, seconds)
+        index = attempts[-1]
+        first, last = self.steps[index], self.steps[index - 1]
+        logged_at = first.logged_at.timestamp() if first.logged_at else time.time()
+        return Resumption(index, last.step, first.step, logged_at - kill.time)
 
     async def finish(self, seconds: float) -> int:
         """Wait until the controller ends by itself; returns its exit code, negative for a signal.
@@ -234,8 +268,8 @@ class Training:
         if pid is None:
             raise TrainingError(f"slice {slice_index} host {host} has no worker to kill; it is {found['state']}")
         self.look()
-        steps, committed = len(self.steps), self.committed()
-        kill = Kill(slice_index, host, pid, time.time(), time.monotonic(), steps, committed)
+        counts, committed = (len(self.steps), len(self._reader.attempts)), self.committed()
+        kill = Kill(slice_index, host, pid, time.time(), time.monotonic(), *counts, committed)
         os.kill(pid, signal.SIGKILL)
         self.kills.append(kill)
         return kill

@@ -23,6 +23,10 @@ POLL_SECONDS = 0.05
 EXIT_FAILED = 1
 
 
+class Interrupted(Exception):
+    """Ctrl-C while a cluster was coming up."""
+
+
 async def serve(options: LocalOptions, say: Callable[[str], None], ready: Callable[[ClusterRecord], None]) -> int:
     """Supervise a cluster until a signal ends it or it fails; returns the exit code.
 
@@ -66,6 +70,7 @@ def start_detached(options: LocalOptions, say: Callable[[str], None]) -> Cluster
 
     Raises:
       LaunchError: it did not come up; the message says why. Nothing is left running.
+      Interrupted: by Ctrl-C; nothing is left running.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -78,6 +83,7 @@ def start_detached(options: LocalOptions, say: Callable[[str], None]) -> Cluster
     os.close(writer)
     os.waitpid(child, 0)
     supervisor = 0
+    interrupted = False
     with os.fdopen(reader) as messages:
         while True:
             try:
@@ -90,11 +96,14 @@ def start_detached(options: LocalOptions, say: Callable[[str], None]) -> Cluster
                         case {"ready": dict(record)}:
                             return ClusterRecord(**record)
                         case {"failed": str(text)}:
+                            if interrupted:
+                                raise Interrupted("interrupted; everything is down")
                             raise LaunchError(text)
                 raise LaunchError("the supervisor ended without a word; see supervisor.log in the cluster's logs")
             except KeyboardInterrupt:
-                if not supervisor:
+                if not supervisor or interrupted:
                     raise
+                interrupted = True
                 send_signal(supervisor, signal.SIGTERM)
 
 
@@ -180,4 +189,7 @@ def _wait_gone(path: Any, seconds: float) -> bool:
 
 def print_line(text: str) -> None:
     """How the foreground commands say things: a line on stderr."""
-    print(f"ridgeway: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"ridgeway: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        pass  # Nobody reads it any more; the cluster is looked after all the same.

@@ -154,6 +154,8 @@ class LocalCluster:
                 f"{options.start_timeout_seconds:g} s; see the logs in {self.logs}, or allow more with "
                 "--start-timeout-seconds"
             ) from None
+        except OSError as error:
+            raise LaunchError(f"cannot start cluster {options.name!r}: {error}") from None
         self._say(f"cluster is ready, {time.monotonic() - began:.1f} s after the start")
         assert self.record is not None
         return self.record

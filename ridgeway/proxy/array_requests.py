@@ -9,11 +9,14 @@ from ridgeway.protocol import dtypes, messages, shardings
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import Status, status_from_proto
-from ridgeway.proxy.arrays import Array
+from ridgeway.proxy.arrays import Array, StringShard
 from ridgeway.proxy.dispatch import HostPart, defer
+from ridgeway.proxy.movement import memory_kind_of
 from ridgeway.proxy.services import Handler
 from ridgeway.proxy.session import LATER, Session
 
+ALWAYS_COPY = 1
+"""`ARRAY_COPY_SEMANTICS_ALWAYS_COPY`"""
 DONATE_INPUT = 3
 """`ARRAY_COPY_SEMANTICS_DONATE_INPUT`"""
 
@@ -35,19 +38,22 @@ def _check_devices(session: Session, sharding: Sharding) -> None:
             raise statuses.invalid_argument(f"there is no device {device}; this cluster has 0..{count - 1}").error()
 
 
-def _make_strings(session: Session, array: Array, handle: int) -> None:
-    data = session.buffers.take(handle)
-    if data is not None:
-        array.strings = data
-        return
+def _make_strings(session: Session, array: Array, parts: list[HostPart]) -> None:
+    """Strings have no place on a device: they stay here, shard by shard, as they arrived."""
+    shards = [StringShard() for _ in array.devices]
+    array.strings = tuple(shards)
+    for part in parts:
+        mine = [shards[index] for index in part.indices]
 
-    def arrived(value: bytes | Status) -> None:
-        if isinstance(value, Status):
-            array.fail(value)
+        def arrived(value: bytes | Status, mine: list[StringShard] = mine) -> None:
+            for shard in mine:
+                shard.set(value)
+
+        data = session.buffers.take(part.handle)
+        if data is not None:
+            arrived(data)
         else:
-            array.strings = value
-
-    session.buffers.when_here(handle, arrived)
+            session.buffers.when_here(part.handle, arrived)
 
 
 def make_array_from_host_buffer(session: Session, request: Any, response: Any, later: Later) -> None:
@@ -56,10 +62,10 @@ def make_array_from_host_buffer(session: Session, request: Any, response: Any, l
     kind, shape = request.dtype.kind, tuple(request.shape.dims)
     array = Array(kind, shape, sharding)
     response.array_handle = session.bind_array(request.array_handle, array)
-    if kind == dtypes.KIND_STRING:
-        _make_strings(session, array, request.host_buffer_handle)
-        return
     part = HostPart(range(len(sharding.devices)), shape, _strides(request), request.host_buffer_handle)
+    if kind == dtypes.KIND_STRING:
+        _make_strings(session, array, [part])
+        return
     session.services.observer.arrays_made(session, 1, _bytes_of(kind, shape))
     session.services.dispatcher.put(array, [part], session.buffers)
 
@@ -82,7 +88,7 @@ def make_arrays_from_host_buffer_shards(session: Session, request: Any, response
                 f"host buffers for shards {sorted(covered)} of an array with {len(sharding.devices)} shards"))
             continue
         if kind == dtypes.KIND_STRING:
-            _make_strings(session, array, parts[0].handle)
+            _make_strings(session, array, parts)
             continue
         session.services.observer.arrays_made(session, 1, _bytes_of(kind, shape))
         session.services.dispatcher.put(array, parts, session.buffers)
@@ -100,19 +106,33 @@ def make_error_arrays(session: Session, request: Any, response: Any, later: Late
 def assemble_array_from_single_device_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     sources = [session.array(handle) for handle in request.single_device_array_handles]
     sharding = shardings.parse(request.sharding)
+    if not request.HasField("dtype") and not sources:
+        raise statuses.invalid_argument("an array of no shards needs a dtype").error()
     kind = request.dtype.kind if request.HasField("dtype") else sources[0].kind
     array = Array(kind, tuple(request.shape.dims), sharding)
     response.array_handle = session.bind_array(request.result_handle, array)
-    _relabel(session, [(source, index) for source in sources for index in range(len(source.devices))], array)
+    by_device = {d: (source, index) for source in sources for index, d in enumerate(source.devices)}
+    missing = [device for device in sharding.devices if device not in by_device]
+    if missing or len(by_device) != len(sharding.devices):
+        array.fail(statuses.invalid_argument(
+            f"shards on devices {sorted(by_device)} were given for an array on devices {list(sharding.devices)}"))
+    else:
+        _relabel(session, [by_device[device] for device in sharding.devices], array)
+    _give_away(request, sources)
+
+
+def _give_away(request: Any, sources: list[Array]) -> None:
     if request.copy_semantics == DONATE_INPUT:
         for source in sources:
-            source.delete()
+            source.give_away()
 
 
 def _relabel(session: Session, shards: list[tuple[Array, int]], target: Array) -> None:
-    """Make ``target`` of shards that are on the right devices already, in its device order."""
+    """Make ``target`` of shards that are on the right devices already, given in its device order."""
     manager = session.services.manager
     error = next((e for source, _ in shards if (e := source.problem(manager)) is not None), None)
+    if error is None:
+        error = next((e for at, (source, index) in enumerate(shards) if (e := _misfit(source, index, target, at))), None)
     if error is not None:
         target.fail(error)
         return
@@ -122,17 +142,25 @@ def _relabel(session: Session, shards: list[tuple[Array, int]], target: Array) -
         sources = [source for source, _ in shards]
         defer(hold, sources, lambda error: target.fail(error) if error is not None else _relabel(session, shards, target))
         return
-    by_device = {source.devices[index]: source.group_at(index) for source, index in shards if source.strings is None}
-    if shards and shards[0][0].strings is not None:
-        target.strings = shards[0][0].strings
+    strings = [source.strings[index] for source, index in shards if source.strings is not None]
+    if strings:
+        target.strings = tuple(strings)
         return
-    try:
-        groups = tuple(by_device[device] for device in target.devices)
-    except KeyError as missing:
-        target.fail(statuses.invalid_argument(
-            f"no shard on device {missing} was given for an array on devices {list(target.devices)}"))
-        return
+    groups = tuple(source.group_at(index) for source, index in shards)
     target.bind(groups[0] if all(group is groups[0] for group in groups) else groups)
+
+
+def _misfit(source: Array, index: int, target: Array, position: int) -> Status | None:
+    """Why the shard of ``source`` cannot be the target's shard at ``position``."""
+    if source.devices[index] != target.devices[position]:
+        return statuses.invalid_argument(
+            f"a shard on device {source.devices[index]} was given as one on device {target.devices[position]}"
+        )
+    if source.kind != target.kind:
+        return statuses.invalid_argument(
+            f"a shard of {dtypes.kind_name(source.kind)} was given for an array of {dtypes.kind_name(target.kind)}"
+        )
+    return None
 
 
 def disassemble_into_single_device_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
@@ -143,8 +171,7 @@ def disassemble_into_single_device_arrays(session: Session, request: Any, respon
         handle = request.result_handles[index] if request.result_handles else 0
         response.array_handles.append(session.bind_array(handle, part))
         _relabel(session, [(source, index)], part)
-    if request.copy_semantics == DONATE_INPUT:
-        source.delete()
+    _give_away(request, [source])
 
 
 def _shard_shapes(array: Array) -> tuple[tuple[int, ...], ...]:
@@ -167,26 +194,93 @@ def fully_replicated_shard(session: Session, request: Any, response: Any, later:
     shard = Array(source.kind, source.shape, _single_device(source.devices[0], source.sharding.memory_kind))
     response.array_handle = session.bind_array(request.result_handle, shard)
     _relabel(session, [(source, 0)], shard)
-    if request.copy_semantics == DONATE_INPUT:
-        source.delete()
+    _give_away(request, [source])
 
 
 def copy_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     memory_kind = request.memory_kind if request.HasField("memory_kind") and request.memory_kind else None
-    for index, handle in enumerate(request.array_handles):
-        result_handle = request.result_handles[index] if request.result_handles else 0
-        source = session.array(handle)
+    sources = [session.array(handle) for handle in request.array_handles]
+    for index, source in enumerate(sources):
         devices = tuple(request.device_ids) or source.devices
         target = Array(source.kind, source.shape, _moved(source.sharding, devices, memory_kind))
-        response.array_handles.append(session.bind_array(result_handle, target))
+        handle = request.result_handles[index] if request.result_handles else 0
+        response.array_handles.append(session.bind_array(handle, target))
         if len(devices) != len(source.devices):
             target.fail(statuses.invalid_argument(
                 f"copying an array with {len(source.devices)} shards to {len(devices)} devices"))
             continue
         _check_devices(session, target.sharding)
-        session.services.dispatcher.copy(source, target)
-        if request.copy_semantics == DONATE_INPUT:
-            source.delete()
+        session.services.dispatcher.copy(source, target, request.copy_semantics != ALWAYS_COPY)
+    _give_away(request, sources)
+
+
+def reshard_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
+    sources = [session.array(handle) for handle in request.array_handles]
+    for source, target in zip(sources, _results(session, request, request.array_specs, response), strict=True):
+        if source.kind != target.kind or source.shape != target.shape:
+            target.fail(statuses.invalid_argument(f"resharding {_describe(source)} to {_describe(target)}"))
+            continue
+        session.services.dispatcher.reshard(source, target, request.copy_semantics != ALWAYS_COPY)
+    _give_away(request, sources)
+
+
+def bitcast_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
+    sources = [session.array(handle) for handle in request.array_handles]
+    for source, target in zip(sources, _results(session, request, request.array_specs, response), strict=True):
+        if source.devices != target.devices or dtypes.KIND_STRING in (source.kind, target.kind):
+            target.fail(statuses.invalid_argument(f"bitcasting {_describe(source)} to {_describe(target)}"))
+        elif (source.kind, source.shape) == (target.kind, target.shape) and memory_kind_of(source) == memory_kind_of(target):
+            _relabel(session, [(source, index) for index in range(len(source.devices))], target)
+        else:
+            session.services.dispatcher.bitcast(source, target)
+    _give_away(request, sources)
+
+
+def remap_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
+    plan = request.plan
+    sources = [session.array(handle) for handle in request.array_handles]
+    targets = _results(session, request, plan.output_specs, response)
+    shards: list[list[tuple[Array, int] | None]] = [[None] * len(target.devices) for target in targets]
+    for mapping in plan.mappings:
+        intervals = zip(
+            mapping.from_start, mapping.from_end, mapping.from_step, mapping.to_start, mapping.to_end, mapping.to_step,
+            strict=True,
+        )  # fmt: skip
+        for from_start, from_end, from_step, to_start, to_end, to_step in intervals:
+            taken, places = range(from_start, from_end, from_step), range(to_start, to_end, to_step)
+            try:
+                source, row = sources[mapping.in_array], shards[mapping.out_array]
+                for index, place in zip(taken, places, strict=True):
+                    source.devices[index]  # checks that it exists
+                    row[place] = (source, index)
+            except (IndexError, ValueError):
+                raise statuses.invalid_argument(f"a remap plan maps shards {taken} to {places}").error() from None
+    for target, row in zip(targets, shards, strict=True):
+        given = [shard for shard in row if shard is not None]
+        if len(given) != len(row):
+            missing = [d for d, shard in zip(target.devices, row, strict=True) if shard is None]
+            target.fail(statuses.invalid_argument(f"a remap plan names no shards for devices {missing}"))
+        else:
+            _relabel(session, given, target)
+    _give_away(request, sources)
+
+
+def _results(session: Session, request: Any, specs: Any, response: Any) -> list[Array]:
+    """Arrays for `ArraySpecProto`s, bound to the request's result handles."""
+    if request.result_handles and len(request.result_handles) != len(specs):
+        raise statuses.invalid_argument(f"{len(request.result_handles)} handles for {len(specs)} results").error()
+    results = []
+    for index, spec in enumerate(specs):
+        array = Array(spec.dtype.kind, tuple(spec.shape.dims), shardings.parse(spec.sharding))
+        _check_devices(session, array.sharding)
+        handle = request.result_handles[index] if request.result_handles else 0
+        response.array_handles.append(session.bind_array(handle, array))
+        results.append(array)
+    return results
+
+
+def _describe(array: Array) -> str:
+    return f"{dtypes.kind_name(array.kind)}{list(array.shape)} on devices {list(array.devices)}"
 
 
 def _moved(sharding: Sharding, devices: tuple[int, ...], memory_kind: str | None) -> Sharding:
@@ -229,7 +323,7 @@ def delete_array(session: Session, request: Any, response: Any, later: Later) ->
 
 
 def is_array_deleted(session: Session, request: Any, response: Any, later: Later) -> None:
-    response.deleted = session.array(request.array_handle).deleted
+    response.deleted = session.array(request.array_handle).is_deleted
 
 
 def destruct_array(session: Session, request: Any, response: Any, later: Later) -> None:
@@ -244,6 +338,6 @@ HANDLERS: dict[str, Handler] = {
     for name in (
         "make_array_from_host_buffer", "make_arrays_from_host_buffer_shards", "make_error_arrays",
         "assemble_array_from_single_device_arrays", "disassemble_into_single_device_arrays", "fully_replicated_shard",
-        "copy_arrays", "copy_to_host_buffer", "check_value_ready", "delete_array", "is_array_deleted", "destruct_array",
+        "copy_arrays", "reshard_arrays", "bitcast_arrays", "remap_arrays", "copy_to_host_buffer", "check_value_ready", "delete_array", "is_array_deleted", "destruct_array",
     )
 }  # fmt: skip

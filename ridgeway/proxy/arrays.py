@@ -5,7 +5,7 @@ An *array* is a shape, a dtype, a sharding and, for each device, the group that 
 assembling and replicated shards therefore cost no message.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import ResourceManager
@@ -20,12 +20,14 @@ Shape = tuple[int, ...]
 class BufferGroup:
     """Shards that one order put on executors."""
 
-    __slots__ = ("executors", "number", "references")
+    __slots__ = ("deleted_devices", "executors", "number", "references")
 
     def __init__(self, number: int, executors: tuple[ExecutorLink, ...]):
         self.number = number
         self.executors = executors
         self.references = 0
+        self.deleted_devices: frozenset[int] | None = None
+        """where one of several arrays that share this group deleted or donated its shards, for all of them"""
 
     def release(self) -> None:
         """One array less; the last one frees the shards."""
@@ -35,10 +37,37 @@ class BufferGroup:
                 executor.free(self.number)
 
 
+class StringShard:
+    """The strings of one shard, as a serialized `StringArrayContents`; they stay on the head."""
+
+    __slots__ = ("_callbacks", "_value")
+
+    def __init__(self) -> None:
+        self._value: bytes | Status | None = None
+        self._callbacks: list[Callable[[bytes | Status], None]] = []
+
+    def set(self, value: bytes | Status) -> None:
+        """The client's buffer arrived, or will not."""
+        self._value = value
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(value)
+
+    def when_here(self, callback: Callable[[bytes | Status], None]) -> None:
+        """Call back with the value, now or when it arrives."""
+        if self._value is not None:
+            callback(self._value)
+        else:
+            self._callbacks.append(callback)
+
+
 class Array:
     """One array value; errors are values too."""
 
-    __slots__ = ("_checked_epoch", "_pins", "deleted", "error", "groups", "held", "kind", "released", "shape", "sharding", "strings")
+    __slots__ = (
+        "_checked_epoch", "_given_away", "_pins", "deleted", "error", "groups", "held", "kind", "released", "shape", "sharding",
+        "strings",
+    )  # fmt: skip
 
     def __init__(self, kind: int, shape: Shape, sharding: Sharding):
         self.kind = kind
@@ -49,12 +78,13 @@ class Array:
         self.error: Status | None = None
         self.deleted = False
         self.held: SliceHold | None = None
-        self.strings: bytes | None = None
-        """an array of strings stays on the head, as it arrived"""
+        self.strings: tuple[StringShard, ...] | None = None
+        """an array of strings has these instead of groups, one for each device"""
         self.released = False
         """the client has dropped it"""
         self._checked_epoch = -1
         self._pins = 0
+        self._given_away = False
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -92,9 +122,30 @@ class Array:
         self._drop()
 
     def delete(self) -> None:
-        """Deleted or donated: its use is an error from now on."""
+        """Deleted or donated to a program: its use is an error from now on, and that of arrays that share shards."""
         self.deleted = True
         self._drop()
+
+    def give_away(self) -> None:
+        """Donated to another array, which has the shards now."""
+        self.deleted = True
+        self._given_away = True
+        self._drop()
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether it, or a shard that it shares with another array, was deleted or donated."""
+        return self.deleted or self._shards_deleted()
+
+    def _shards_deleted(self) -> bool:
+        groups = self.groups
+        if type(groups) is BufferGroup:
+            gone = groups.deleted_devices
+            return gone is not None and not gone.isdisjoint(self.devices)
+        return groups is not None and any(
+            group.deleted_devices is not None and device in group.deleted_devices
+            for group, device in zip(groups, self.devices, strict=True)
+        )
 
     def _drop(self) -> None:
         if self._pins > 0 and self.error is None:
@@ -103,7 +154,14 @@ class Array:
         self.strings = None
         if groups is not None:
             for group in _distinct(groups):
+                if self.deleted and group.references > 1 and not self._given_away:
+                    group.deleted_devices = (group.deleted_devices or frozenset()) | self._devices_in(group, groups)
                 group.release()
+
+    def _devices_in(self, group: BufferGroup, groups: BufferGroup | tuple[BufferGroup, ...]) -> frozenset[int]:
+        if group is groups:
+            return frozenset(self.devices)
+        return frozenset(d for d, other in zip(self.devices, groups, strict=True) if other is group)
 
     def group_at(self, index: int) -> BufferGroup:
         """The group of the shard at ``index`` in device order; `problem` must have returned None."""
@@ -115,17 +173,30 @@ class Array:
         """Why this array cannot be used, or None. What was lost stays lost, also after its host is back."""
         if self.error is not None:
             return self.error
-        if self.deleted and self._pins == 0:
-            return statuses.invalid_argument("the array was deleted or donated")
-        if self._checked_epoch != manager.epoch and self.groups is not None:
-            for group in _distinct(self.groups):
-                for executor in group.executors:
-                    if executor.lost is not None:
-                        lost = executor.lost
-                        self.fail(Status(lost.code, f"an array's shard is gone: {lost.message}"))
-                        return self.error
+        groups = self.groups
+        shared = type(groups) is not BufferGroup or groups.deleted_devices is not None
+        if self._pins == 0 and (self.deleted or (shared and self._shards_deleted())):
+            return statuses.invalid_argument("Array has been deleted or donated.")
+        if self._checked_epoch != manager.epoch and groups is not None:
+            for _, executor in self.executors(manager):
+                if executor.lost is not None:
+                    lost = executor.lost
+                    self.fail(Status(lost.code, f"an array's shard is gone: {lost.message}"))
+                    return self.error
             self._checked_epoch = manager.epoch
         return None
+
+    def executors(self, manager: ResourceManager) -> list[tuple[BufferGroup, ExecutorLink]]:
+        """Where its shards are: a group may have shards of other arrays on other executors too."""
+        groups = self.groups
+        if groups is None:
+            return []
+        slot_of = manager.topology.slot_of_device
+        found: list[tuple[BufferGroup, ExecutorLink]] = []
+        for group in _distinct(groups):
+            slots = {slot_of(device) for device in self._devices_in(group, groups)}
+            found += [(group, executor) for executor in group.executors if executor.slot in slots]
+        return found
 
 
 def _distinct(groups: BufferGroup | tuple[BufferGroup, ...]) -> Iterable[BufferGroup]:

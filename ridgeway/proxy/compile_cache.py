@@ -14,6 +14,8 @@ from typing import Any
 
 import msgpack
 
+from ridgeway.transport import frames
+
 MAGIC = b"RIDGEWAY-PROGRAM-1\n"
 _LENGTH = struct.Struct("<I")
 _SUFFIX = ".program"
@@ -63,7 +65,7 @@ class CompileCache:
         """Keep a program; a full or read-only disk is noted in `problem`, nothing else."""
         if self._folder is None:
             return
-        packed = msgpack.packb(metadata, use_bin_type=True)
+        packed = frames.pack_body(metadata)
         rest = _LENGTH.pack(len(packed)) + packed + serialized
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".partial-", delete=False) as file:

@@ -14,9 +14,11 @@ from ridgeway.cluster.resource_manager import ResourceManager
 from ridgeway.cluster.slice_hold import SliceHold
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
-from ridgeway.proxy.arrays import Array, BufferGroup
+from ridgeway.proxy import resharding
+from ridgeway.proxy.arrays import Array, BufferGroup, StringShard
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
+from ridgeway.proxy.movement import Movement, executor_with
 from ridgeway.proxy.programs import Programs
 from ridgeway.transport import frames
 
@@ -204,15 +206,19 @@ class Dispatcher:
                 defer(array.held, arrays, lambda error: done(error) if error is not None else self.ready(arrays, done))
                 return
         wanted: dict[ExecutorLink, dict[int, None]] = {}
+        strings: list[StringShard] = []
         for array in arrays:
-            for group in _groups_of(array):
-                for executor in group.executors:
-                    wanted.setdefault(executor, {})[group.number] = None
-        reply = _all_of(len(wanted), done)
-        if not wanted:
+            for group, executor in array.executors(self.manager):
+                wanted.setdefault(executor, {})[group.number] = None
+            strings += array.strings or ()
+        if not wanted and not strings:
             done(None)
+            return
+        reply = _all_of(len(wanted) + len(strings), done)
         for executor, groups in wanted.items():
             executor.request("ready", [list(groups)], reply)
+        for shard in strings:
+            shard.when_here(lambda value: reply(value if isinstance(value, Status) else None, [], []))
 
     def fetch(self, array: Array, strides: tuple[int, ...] | None, done: Fetched) -> None:
         """The bytes of an array's first shard (of a single-device or fully replicated array: all of it)."""
@@ -227,11 +233,13 @@ class Dispatcher:
             )  # fmt: skip
             return
         if array.strings is not None:
-            done(None, array.strings)
+            array.strings[0].when_here(
+                lambda value: done(value, b"") if isinstance(value, Status) else done(None, value)
+            )
             return
         device = array.devices[0]
         group = array.group_at(0)
-        executor = _executor_with(group, device, self.manager)
+        executor = executor_with(group, device, self.manager)
         executor.request(
             "fetch", [group.number, device, strides],
             lambda error, fields, buffers: done(error, b"" if error is not None else buffers[0]),
@@ -239,46 +247,67 @@ class Dispatcher:
 
     # ---- devices to devices
 
-    def copy(self, source: Array, target: Array) -> None:
-        """Copy shard by shard to the target's devices and memory kind; the i-th shard goes to the i-th device."""
+    def copy(self, source: Array, target: Array, reuse: bool) -> None:
+        """Copy shard by shard to the target's devices and memory kind; the i-th shard goes to the i-th device.
+        With ``reuse``, shards that are in place already are shared."""
+        self._move(source, target, resharding.shard_by_shard(len(target.devices)), reuse)
+
+    def reshard(self, source: Array, target: Array, reuse: bool) -> None:
+        """Make the target's shards of parts of the source's, on any devices; bytes go from executor to executor."""
+        try:
+            plan = resharding.plan(source.shape, source.sharding, target.sharding)
+        except statuses.StatusError as error:
+            target.fail(error.status)
+            return
+        self._move(source, target, plan, reuse)
+
+    def _move(self, source: Array, target: Array, plan: resharding.Plan, reuse: bool) -> None:
+        if not self._can_make(source, target, lambda: self._move(source, target, plan, reuse)):
+            return
+        if source.strings is None:
+            movement = Movement(self.manager, source, target, reuse, lambda: next(self._tokens))
+            movement.send(plan, self._group)
+        elif all(len(pieces) == 1 and pieces[0].taken is pieces[0].where is None for pieces in plan):
+            target.strings = tuple(source.strings[pieces[0].candidates[0]] for pieces in plan)
+        else:
+            target.fail(statuses.unimplemented("An array of strings can only be resharded in whole shards."))
+
+    def bitcast(self, source: Array, target: Array) -> None:
+        """Read the source's shards, on the same devices, as shards of another dtype and shape."""
+        if not self._can_make(source, target, lambda: self.bitcast(source, target)):
+            return
+        try:
+            shapes = target.sharding.shard_shapes(target.shape)
+        except statuses.StatusError as error:
+            target.fail(error.status)
+            return
+        shards: dict[ExecutorLink, list[Any]] = {}
+        for index, device in enumerate(target.devices):
+            group = source.group_at(index)
+            executor = executor_with(group, device, self.manager)
+            shards.setdefault(executor, []).append([device, shapes[index], group.number])
+        result = self._group(tuple(shards))
+        for executor, mine in shards.items():
+            executor.send(["bitcast", result.number, target.kind, target.sharding.memory_kind, mine])
+        target.bind(result)
+
+    def _can_make(self, source: Array, target: Array, again: Callable[[], None]) -> bool:
+        """Whether orders to make an array can go out now; if not it fails, or they go out later by ``again``."""
         error = source.problem(self.manager)
+        executors = self.manager.executors_of(target.devices)
+        if error is None and isinstance(executors, Status):
+            hold = source.held or self.manager.hold_for(target.devices)
+            error = executors if hold is None else None
+        else:
+            hold = source.held
         if error is not None:
             target.fail(error)
-            return
-        executors = self.manager.executors_of(target.devices)
-        hold = source.held or (self.manager.hold_for(target.devices) if isinstance(executors, Status) else None)
+            return False
         if hold is not None:
             target.held = hold
-            defer(hold, [source], lambda error: target.fail(error) if error is not None else self.copy(source, target))
-            return
-        if isinstance(executors, Status):
-            target.fail(executors)
-            return
-        if source.strings is not None:
-            target.strings = source.strings
-            return
-        parts: dict[ExecutorLink, list[Any]] = {executor: [] for executor in executors}
-        sends: dict[tuple[ExecutorLink, int, int], list[Any]] = {}
-        for index, device in enumerate(target.devices):
-            from_device = source.devices[index]
-            group = source.group_at(index)
-            sender = _executor_with(group, from_device, self.manager)
-            receiver = self.manager.executor_of_device(device)
-            assert receiver is not None
-            if sender is receiver:
-                parts[receiver].append([device, group.number, from_device, None, None])
-            else:
-                token = next(self._tokens)
-                parts[receiver].append([device, None, from_device, token, sender.number])
-                sends.setdefault((sender, group.number, from_device), []).append(
-                    [token, receiver.transfer_host, receiver.transfer_port]
-                )
-        for (sender, number, from_device), targets in sends.items():
-            sender.send(["send", number, from_device, targets])
-        result = self._group(executors)
-        for executor, mine in parts.items():
-            executor.send(["copy", result.number, target.sharding.memory_kind, mine])
-        target.bind(result)
+            defer(hold, [source], lambda error: target.fail(error) if error is not None else again())
+            return False
+        return True
 
 
 def defer(hold: SliceHold, used: Sequence[Array], continuation: Done) -> None:
@@ -294,18 +323,6 @@ def defer(hold: SliceHold, used: Sequence[Array], continuation: Done) -> None:
                 array.unpin()
 
     hold.defer(go_on)
-
-
-def _groups_of(array: Array) -> Sequence[BufferGroup]:
-    groups = array.groups
-    if groups is None:
-        return ()
-    return groups if isinstance(groups, tuple) else (groups,)
-
-
-def _executor_with(group: BufferGroup, device: int, manager: ResourceManager) -> ExecutorLink:
-    slot = manager.topology.slot_of_device(device)
-    return next(executor for executor in group.executors if executor.slot == slot)
 
 
 def _forward_data(links: list[ExecutorLink], token: int | None) -> Callable[[bytes | Status], None]:

@@ -38,11 +38,15 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--devices-per-host", type=int, required=True)
     parser.add_argument("--cluster-host", default="127.0.0.1", help="address that workers connect to")
     parser.add_argument("--cluster-port", type=int, default=29001)
-    parser.add_argument("--proxy-host", default="127.0.0.1", help="address that the JAX program connects to; it has no authentication")
+    parser.add_argument(
+        "--proxy-host", default="127.0.0.1", help="address that the JAX program connects to; it has no authentication"
+    )
     parser.add_argument("--proxy-port", type=int, default=29000)
     parser.add_argument("--events", type=Path, default=None, help="file to append events to")
     parser.add_argument("--cache-folder", type=Path, default=None, help="persistent compile cache")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of ridgeway/settings.py")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of ridgeway/settings.py"
+    )
     return parser.parse_args(arguments)
 
 
@@ -149,7 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
-        print(f"ridgeway head: set {SECRET_VARIABLE} to the cluster's secret (the same on every worker)", file=sys.stderr)
+        problem = f"set {SECRET_VARIABLE} to the cluster's secret (the same on every worker)"
+        print(f"ridgeway head: {problem}", file=sys.stderr)
         return 2
     try:
         asyncio.run(_run(options, secret))

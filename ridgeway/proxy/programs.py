@@ -36,7 +36,8 @@ class Programs:
         Raises:
           statuses.StatusError: see `cluster.compilers.CompilerPool.compile`.
         """
-        key = program_key(artifact, options, replicas, partitions, f"{self._platform} {self._manager.compilers.environment}")
+        platform = f"{self._platform} {self._manager.compilers.environment}"
+        key = program_key(artifact, options, replicas, partitions, platform)
         started = time.monotonic()
         found = self._compiled.get(key)
         hit = found is not None

@@ -129,7 +129,8 @@ class RecoveryObserver:
             seconds=round(time.monotonic() - started, 4),
         )  # fmt: skip
         if executable.name == activity.step:
-            self._emit("recovery_completed", session=session.number, seconds=round(time.monotonic() - activity.lost_at, 4))
+            seconds = round(time.monotonic() - activity.lost_at, 4)
+            self._emit("recovery_completed", session=session.number, seconds=seconds)
             activity.lost_at = None
 
     def arrays_made(self, session: "Session", count: int, bytes_made: int) -> None:

@@ -17,6 +17,11 @@ SESSION_METADATA = "ifrt-proxy-grpc-ifrt-session-metadata-bin"
 HOST_BUFFER_METADATA = "ifrt-proxy-grpc-host-buffer-store-metadata-bin"
 LOOKUP_CHUNK_BYTES = 2 << 20
 TICK_SECONDS = 0.25
+#: gRPC drops calls at random (CANCELLED, upon which jaxlib's client disconnects) when more than 1000 wait to be taken
+#: up. A restore stores thousands of host buffers at once, one call each.
+PENDING_CALL_LIMIT = 1_000_000
+#: The same for calls that have waited so long: 30 by default, which a stopped (SIGSTOP) head may well exceed.
+PENDING_CALL_SECONDS = 3600
 
 _GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -40,6 +45,9 @@ class ProxyServer:
             ("grpc.max_receive_message_length", min(limit, 2**31 - 1)), ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0), ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000),
             ("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.server.max_pending_requests", PENDING_CALL_LIMIT),
+            ("grpc.server.max_pending_requests_hard_limit", PENDING_CALL_LIMIT),
+            ("grpc.server_max_unrequested_time_in_server", PENDING_CALL_SECONDS),
         ])  # fmt: skip
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE_NAME, {
             "GetVersion": grpc.unary_unary_rpc_method_handler(self._get_version),

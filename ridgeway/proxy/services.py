@@ -21,7 +21,12 @@ class Services:
     """The manager, dispatcher, programs, and one handler per request kind."""
 
     def __init__(
-        self, manager: ResourceManager, programs: Programs, settings: Settings, emit: Callable[..., Any], versions: dict[str, str]
+        self,
+        manager: ResourceManager,
+        programs: Programs,
+        settings: Settings,
+        emit: Callable[..., Any],
+        versions: dict[str, str],
     ):
         self.manager = manager
         self.programs = programs

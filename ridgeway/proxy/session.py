@@ -52,7 +52,9 @@ class Future:
 class Session:
     """Tables and dispatch of one client."""
 
-    def __init__(self, number: int, services: Services, version: ProxyVersion, client: str, send: Callable[[bytes], None]):
+    def __init__(
+        self, number: int, services: Services, version: ProxyVersion, client: str, send: Callable[[bytes], None]
+    ):
         self.number = number
         self.services = services
         self.version = version

@@ -26,9 +26,16 @@ class FrameError(ValueError):
     """Bytes that are not a frame, or a frame over the limits."""
 
 
+def pack_body(value: Any) -> bytes:
+    """MessagePack of plain data."""
+    body = msgpack.packb(value, use_bin_type=True)
+    assert body is not None  # msgpack's types allow None for streaming packers
+    return body
+
+
 def pack(message: Sequence[Any]) -> bytes:
     """A frame without buffers."""
-    body = msgpack.packb(message, use_bin_type=True)
+    body = pack_body(message)
     return PREFIX.pack(len(body), 0) + body
 
 
@@ -36,7 +43,7 @@ def pack_with_buffers(message: Sequence[Any], buffers: Sequence[Buffer]) -> list
     """The pieces of a frame, to be written one after the other."""
     if len(buffers) > BUFFER_COUNT_LIMIT:
         raise FrameError(f"{len(buffers)} buffers in a frame; at most {BUFFER_COUNT_LIMIT}")
-    body = msgpack.packb(message, use_bin_type=True)
+    body = pack_body(message)
     views = [memoryview(buffer).cast("B") if len(buffer) else memoryview(b"") for buffer in buffers]
     head = PREFIX.pack(len(body), len(views)) + b"".join(_LENGTH.pack(len(view)) for view in views)
     return [head + body, *views]

@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 from jax._src.interpreters import mlir
-from jaxlib import _jax, xla_client
+from jaxlib import (  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types for it
+    _jax,
+    xla_client,
+)
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
@@ -116,9 +119,10 @@ def _signature(module: Any) -> dict[str, Any]:
 
 
 def _array_type(kind: Any) -> list[Any]:
-    if not isinstance(kind, ir.RankedTensorType) and not ir.RankedTensorType.isinstance(kind):
-        raise statuses.unimplemented(f"a program with an argument or result of type {kind}").error()
-    tensor = ir.RankedTensorType(kind)
+    try:
+        tensor = ir.RankedTensorType(kind)
+    except ValueError:
+        raise statuses.unimplemented(f"a program with an argument or result of type {kind}").error() from None
     return [list(tensor.shape), dtypes.kind_of_mlir(str(tensor.element_type))]
 
 

@@ -25,7 +25,10 @@ from jax._src import array as jax_array
 from jax._src import core
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import SingleDeviceSharding
-from jaxlib import _jax, xla_client
+from jaxlib import (  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types for it
+    _jax,
+    xla_client,
+)
 
 from ridgeway.protocol.status import Status
 from ridgeway.worker.program_source import ProgramSource
@@ -101,6 +104,7 @@ class Runtime:
         self.local = frozenset(number for number, d in devices.items() if d.process_index == client.process_index())
         self.aborted: Status | None = None
         """The first cause, once the generation is aborted."""
+        self.aborted_at = 0.0
         self.programs: dict[str, LoadedProgram] = {}
         self.left_behind: list[Array] = []
         """arrays that were never computed; dropping them could block"""
@@ -160,6 +164,7 @@ class Runtime:
         Runs its own thread, which calls ``while_aborting`` about every 0.1 s."""
         if self.aborted is not None or self._distributed is None:
             return
+        self.aborted_at = time.monotonic()
         self.aborted = cause
 
         def work() -> None:
@@ -198,11 +203,12 @@ class Runtime:
             except OSError:
                 continue
             try:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    # A listener has no peer and must stay: gloo ends the process without it. So must the connection
-                    # to the key-value service: jaxlib's client ends the process when it breaks.
-                    if connection.getpeername()[1] != self._service_port:
-                        connection.shutdown(socket.SHUT_RDWR)
+                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                is_tcp = internet and connection.type == socket.SOCK_STREAM
+                # A listener has no peer and must stay: gloo ends the process without it. So must the connection
+                # to the key-value service: jaxlib's client ends the process when it breaks.
+                if is_tcp and connection.getpeername()[1] != self._service_port:
+                    connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
             finally:

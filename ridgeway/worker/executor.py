@@ -5,6 +5,7 @@ sequence (abort, bytes for a promise) and queues the rest; the *order thread* ru
 waits for what it can start asynchronously; *waiters* wait for results and send replies.
 """
 
+import gc
 import os
 import queue
 import threading
@@ -68,7 +69,8 @@ class Executor:
             "service": self._service_here, "abort": self._abort,
         }  # fmt: skip
         self._handlers: dict[str, Callable[..., None]] = {
-            "assign": self._assign, "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
+            "assign": self._assign,
+            "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
             **BufferOrders(self).handlers, **ProgramOrders(self).handlers,
         }  # fmt: skip
 
@@ -204,6 +206,7 @@ class Executor:
     def _leave(self) -> None:
         """Bring everything to host memory and go on alone."""
         old, waiters = self.runtime, self.waiters
+        generation = old.generation
         lost, stuck = self.store.drain(old, lambda error: self.describe(error, old), self._gives_up(old))
         self._completed_before += waiters.completed
         if stuck or (old.aborted is not None and waiters.outstanding and self._still_waiting(waiters, old)):
@@ -217,10 +220,10 @@ class Executor:
         with self._lock:
             self.runtime = runtime
         self.waiters = self._new_waiters(runtime)
+        del old, waiters
+        gc.collect()  # clients and devices refer to each other: without this, sockets and threads of the old one stay
         if lost:
-            print(
-                f"leaving generation {old.generation}: {lost} shards lost, {stuck} of them never computed", flush=True
-            )
+            print(f"leaving generation {generation}: {lost} shards lost, {stuck} of them never computed", flush=True)
         if len(self._abandoned) >= ABANDONED_LIMIT:
             print(f"{len(self._abandoned)} generations never ended here; ending this executor", flush=True)
             os._exit(EXIT_BROKEN)
@@ -235,9 +238,9 @@ class Executor:
         return False
 
     def _gives_up(self, runtime: Runtime) -> Callable[[], bool]:
-        """When to stop waiting for an aborted runtime: half of the time that the head gives this executor."""
-        deadline = time.monotonic() + self.settings.drain_deadline_seconds / 2
-        return lambda: runtime.aborted is not None and time.monotonic() >= deadline
+        """When to stop waiting for an aborted runtime: after half of the time that the head gives this executor."""
+        patience = self.settings.drain_deadline_seconds / 2
+        return lambda: runtime.aborted is not None and time.monotonic() - runtime.aborted_at >= patience
 
     def _leave_generation(self, request: int, generation: int, attached: list[bytearray]) -> None:
         if self.runtime.generation == generation:
@@ -293,6 +296,7 @@ def _error_fields(status: Status, runtime: Runtime) -> list[Any]:
 
 def main(arguments: dict[str, Any]) -> int:
     """Entry of the forked process; ``arguments`` as an agent's template gives them."""
+    gc.freeze()  # what was imported stays for good: collections need not look at it
     timeout = arguments["settings"]["executor_start_timeout_seconds"]
     name = f"executor {arguments['executor']}"
     try:

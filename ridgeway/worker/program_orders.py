@@ -20,7 +20,8 @@ class ProgramOrders:
         self._store = executor.store
         self._sources: dict[str, program_source.ProgramSource] = {}
         self.handlers: dict[str, Callable[..., None]] = {
-            "load": self.load, "unload": self.unload, "execute": self.execute, "execute_and_tell": self.execute_and_tell,
+            "load": self.load, "unload": self.unload,
+            "execute": self.execute, "execute_and_tell": self.execute_and_tell,
         }  # fmt: skip
 
     def load(self, *fields: Any, attached: list[bytearray]) -> None:

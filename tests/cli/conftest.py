@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import World
+from cli_harness import World
 
 
 @pytest.fixture

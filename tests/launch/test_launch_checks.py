@@ -34,7 +34,7 @@ def test_memory():
     small, large = Topology(1, 1, 1), Topology(3, 4, 4)
     assert checks.cluster_bytes(small, 0) < checks.cluster_bytes(small, 1) < checks.cluster_bytes(large, 0)
     checks.check_memory(large, 2, checks.cluster_bytes(large, 2))
-    with pytest.raises(CheckError, match="3x4x4 cluster with 2 standbys needs about .*--allow-overcommit"):
+    with pytest.raises(CheckError, match=r"3x4x4 cluster with 2 standbys needs about .*--allow-overcommit"):
         checks.check_memory(large, 2, checks.cluster_bytes(large, 2) - 1)
     assert checks.available_bytes() > 0
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 
 import pytest
-from harness import World
+from cli_harness import World
 
 from ridgeway.cli import doctor
 

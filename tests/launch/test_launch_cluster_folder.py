@@ -86,7 +86,7 @@ def test_what_a_dead_supervisor_left_is_removed_by_whoever_looks(hold):
     holder = hold("a")
     other = hold("b")
     assert cluster_folder.running_clusters() == ["a", "b"]
-    with pytest.raises(ClusterError, match="2 clusters are running .a, b."):
+    with pytest.raises(ClusterError, match=r"2 clusters are running .a, b."):
         cluster_folder.choose(None)
     assert cluster_folder.choose("b") == "b"
     holder.kill()

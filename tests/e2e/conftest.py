@@ -1,0 +1,86 @@
+"""Fixtures of the end-to-end tests: places of their own, and one cluster that most tests share."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import e2e_harness as harness
+import pytest
+from e2e_harness import Cluster, Controller, Place
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """A place of its own."""
+    with harness.place_in(tmp_path) as made:
+        yield made
+
+
+class SharedCluster:
+    """The cluster that tests share; made when first asked for, and again if a failed test has spoilt it."""
+
+    def __init__(self, folder: Path, topology: str, *options: str):
+        self._folder = folder
+        self._topology = topology
+        self._options = options
+        self._made: Cluster | None = None
+        self._count = 0
+
+    def get(self) -> Cluster:
+        """The cluster, whole."""
+        if self._made is None:
+            self._count += 1
+            folder = self._folder / str(self._count)
+            folder.mkdir()
+            place = Place(folder)
+            try:
+                self._made = harness.bring_up(place, self._topology, *self._options)
+            except BaseException:
+                place.end()
+                raise
+        return self._made
+
+    def give_up(self) -> None:
+        """It is not what it should be: the next test gets another one."""
+        if self._made is not None:
+            self._made.close()
+            self._made.place.end()
+            self._made = None
+
+    def down(self) -> None:
+        """Take it down; nothing may be left."""
+        if self._made is not None:
+            try:
+                harness.take_down(self._made)
+            finally:
+                self._made.place.end()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedCluster]:
+    """Three slices of one host with two devices, nothing held in reserve."""
+    shared = SharedCluster(tmp_path_factory.mktemp("shared"), "3x1x2", "--max-slice-restarts", "unlimited")
+    yield shared
+    shared.down()
+
+
+@pytest.fixture
+def cluster(shared_cluster: SharedCluster) -> Iterator[Cluster]:
+    """The shared cluster, whole and without a session, as the test must leave it too."""
+    found = shared_cluster.get()
+    spoilt = True
+    try:
+        yield found
+        found.wait_sessions(0)
+        found.wait_whole()
+        spoilt = False
+    finally:
+        if spoilt:
+            shared_cluster.give_up()
+
+
+@pytest.fixture
+def controller(cluster: Cluster) -> Iterator[Controller]:
+    """A program that is connected to the shared cluster."""
+    with contextlib.closing(cluster.controller()) as made:
+        yield made

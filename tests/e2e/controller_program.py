@@ -1,0 +1,77 @@
+"""A JAX program that does what its standard input says, so that a test can look at the cluster between two steps.
+
+Each line of input is a JSON object with ``code``, which is executed; what it assigns to ``result`` is the answer.
+An exception is the answer too, and the program goes on: it is the controller that must outlive its workers.
+Code may call ``say(value)`` while it runs, to tell the test how far it is.
+
+Lines of output: ``{"said": value}``, then ``{"result": value}`` or ``{"error": type, "text": message}``.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+# What the program or its libraries print must not mix with the answers.
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+
+def answer(message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+def say(value: Any) -> None:
+    """Tell the test something in the middle of a piece of code."""
+    answer({"said": value})
+
+
+def devices_of(*slices: int) -> list[Any]:
+    """The devices of some slices, in order."""
+    return [device for device in jax.devices() if device.slice_index in slices]
+
+
+def sharded(devices: list[Any], rows_each: int = 4, columns: int = 8) -> jax.Array:
+    """f32[rows_each * devices, columns] of known values, a part of it on each device."""
+    rows = rows_each * len(devices)
+    values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    return jax.device_put(values, NamedSharding(Mesh(np.array(devices), ("x",)), P("x")))
+
+
+@jax.jit
+def mix(values: jax.Array, turns: int) -> jax.Array:
+    """``turns`` all-reduces one after the other over all devices of ``values``, each of about a millisecond."""
+
+    def turn(_: int, v: jax.Array) -> jax.Array:
+        return v * 0.5 + jnp.sum(v, axis=0, keepdims=True) / v.shape[0] * 0.5
+
+    return jax.lax.fori_loop(0, turns, turn, values)
+
+
+namespace = {
+    "jax": jax, "jnp": jnp, "np": np, "Mesh": Mesh, "NamedSharding": NamedSharding, "P": P, "say": say,
+    "devices_of": devices_of, "sharded": sharded, "mix": mix, "os": os,
+}  # fmt: skip
+
+
+def main() -> None:
+    jax.devices()
+    answer({"result": os.getpid()})
+    for line in sys.stdin:
+        namespace["result"] = None
+        try:
+            exec(json.loads(line)["code"], namespace)
+            answer({"result": namespace["result"]})
+        except Exception as error:
+            answer({"error": f"{type(error).__module__}.{type(error).__qualname__}", "text": str(error)})
+
+
+if __name__ == "__main__":
+    main()

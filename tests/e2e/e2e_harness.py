@@ -1,0 +1,519 @@
+"""Clusters of real processes, programs that use them, and the proof that nothing of them is left.
+
+Everything a test starts runs in a `Place`: folders of its own, and a mark in the environment by which every
+process that descends from it is found again, whoever its parent is by then.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from ridgeway.launch import control
+from ridgeway.launch.cluster_folder import ClusterRecord, read_record
+from ridgeway.launch.environment import command_environment
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ROOT / "examples" / "plain_trainer.py"
+CONTROLLER = Path(__file__).with_name("controller_program.py")
+MARK = "RIDGEWAY_E2E_MARK"
+ANY_PORTS = ("--proxy-port", "0", "--cluster-port", "0")
+#: Of every test module here.
+MARKS = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes and sockets as Linux shows them"),
+]
+#: Far more than anything here takes, for a machine that is busy with other things.
+DEADLINE_SECONDS = 90.0
+POLL_SECONDS = 0.02
+
+
+def until(
+    condition: Callable[[], Any],
+    describe: Callable[[], object] = lambda: "never came true",
+    seconds: float = DEADLINE_SECONDS,
+) -> Any:
+    """Wait until ``condition()`` is true; returns its value. Fails with what ``describe()`` says."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, describe()
+        time.sleep(POLL_SECONDS)
+    return value
+
+
+class Running:
+    """A process whose output is read all the time."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self.process = process
+        self.stdout: list[str] = []
+        self.stderr: list[str] = []
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream, lines), daemon=True)
+            for stream, lines in ((process.stdout, self.stdout), (process.stderr, self.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @staticmethod
+    def _read(stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line.rstrip("\n"))
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        """All of stdout so far."""
+        return "\n".join(self.stdout)
+
+    def says(self, pattern: str, stream: str = "stderr", after: int = 0) -> str:
+        """Wait for a line (from line number ``after`` on) that has a pattern; returns it."""
+        lines: list[str] = getattr(self, stream)
+        end = time.monotonic() + DEADLINE_SECONDS
+        while True:
+            over = self.process.poll() is not None
+            if over:
+                self._join_readers()
+            for line in list(lines)[after:]:
+                if re.search(pattern, line):
+                    return line
+            assert not over and time.monotonic() < end, f"never said {pattern!r}:\n{self.describe()}"
+            time.sleep(POLL_SECONDS)
+
+    def _join_readers(self) -> None:
+        for reader in self._readers:
+            reader.join(DEADLINE_SECONDS)
+
+    def describe(self) -> str:
+        """Everything it said."""
+        return "\n".join(["-- stdout", *self.stdout[-200:], "-- stderr", *self.stderr[-200:]])
+
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
+        """Its exit code, negative if a signal ended it."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"does not end:\n{self.describe()}") from None
+        self._join_readers()
+        return code
+
+
+class Place:
+    """Where a test's processes live."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        for name in ("run", "state", "cache", "tmp"):
+            (folder / name).mkdir(mode=0o700)
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RIDGEWAY_", "JAX_", "IFRT_", "XLA_"))
+        }
+        self.environment = {
+            **kept,
+            MARK: self.mark,
+            "XDG_RUNTIME_DIR": str(folder / "run"),
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "TMPDIR": str(folder / "tmp"),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._ports: set[int] = set()
+
+    @property
+    def runtime(self) -> Path:
+        """The folder of running clusters."""
+        return self.folder / "run" / f"ridgeway-{os.getuid()}"
+
+    def record(self, name: str = "ridgeway") -> ClusterRecord:
+        """How to reach a cluster that runs here; waits until its head serves."""
+        return until(lambda: read_record(self.runtime / name), lambda: f"cluster {name} never served")
+
+    def start(self, command: Sequence[str], prefix: Sequence[str] = (), **environment: str) -> Running:
+        """Start a process (behind the command ``prefix``)."""
+        process = subprocess.Popen(
+            [*prefix, *command],
+            env={**self.environment, **environment},
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return Running(process)
+
+    def ridgeway(self, *arguments: str, prefix: Sequence[str] = (), **environment: str) -> Running:
+        """Start ``ridgeway arguments...``."""
+        return self.start([sys.executable, "-m", "ridgeway.cli.main", *arguments], prefix, **environment)
+
+    def call(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr of ``ridgeway arguments...``."""
+        running = self.ridgeway(*arguments, **environment)
+        code = running.wait()
+        return code, running.output, "\n".join(running.stderr)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that descends from this place."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def note_ports(self) -> None:
+        """Remember on which ports processes of this place listen now."""
+        for process in self.processes():
+            try:
+                connections = process.net_connections("tcp")
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            self._ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+    def assert_nothing_left(self) -> None:
+        """No process, no listening socket, no runtime folder, no temporary file."""
+        until(lambda: not self.processes(), lambda: f"left: {[(p.pid, p.cmdline()) for p in self.processes()]}")
+        # A socket that nobody owns any more belongs to no process; others on this machine may have got the number.
+        left = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid is None]
+        assert not {c.laddr.port for c in left} & self._ports
+        assert not self.runtime.exists() or list(self.runtime.iterdir()) == []
+        assert list((self.folder / "tmp").iterdir()) == []
+
+    def end(self) -> None:
+        """Kill what a failed test left."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def place_in(folder: Path) -> Iterator[Place]:
+    """A place; what a failed test leaves in it is killed."""
+    place = Place(folder)
+    try:
+        yield place
+    finally:
+        place.end()
+
+
+@dataclasses.dataclass
+class Host:
+    """One host of a status."""
+
+    slice: int
+    host: int
+    state: str
+    incarnation: int | None
+    pid: int
+    executor_pid: int
+    generation: int | None
+    restarts: int
+
+
+class Cluster:
+    """A running cluster, as a user at its machine sees it."""
+
+    def __init__(self, place: Place, record: ClusterRecord):
+        self.place = place
+        self.record = record
+        self._stack = contextlib.ExitStack()
+        self._control = self._stack.enter_context(control.connect(record))
+        slices, hosts, _ = record.topology
+        self.slots = [(s, h) for s in range(slices) for h in range(hosts)]
+
+    def close(self) -> None:
+        """Drop this test's own link to it."""
+        self._stack.close()
+
+    # ---- what is the case
+
+    def request(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """Ask the head."""
+        return self._control.request(verb, **arguments)
+
+    def status(self) -> dict[str, Any]:
+        """What `ridgeway status --json` shows."""
+        return self.request("status")
+
+    def hosts(self) -> dict[tuple[int, int], Host]:
+        """All hosts by (slice, host)."""
+        names = [field.name for field in dataclasses.fields(Host)]
+        found = [host for piece in self.status()["slices"] for host in piece["hosts"]]
+        return {(h["slice"], h["host"]): Host(**{name: h[name] for name in names}) for h in found}
+
+    def host(self, slice_index: int, host: int = 0) -> Host:
+        """One host."""
+        return self.hosts()[slice_index, host]
+
+    def is_whole(self) -> bool:
+        """Whether every host is ready."""
+        return all(host.state == "ready" for host in self.hosts().values())
+
+    def wait_whole(self) -> dict[tuple[int, int], Host]:
+        """Wait until every host is ready."""
+        until(self.is_whole, lambda: f"{self.hosts()}\n{self.describe()}")
+        return self.hosts()
+
+    def wait_sessions(self, count: int) -> list[dict[str, Any]]:
+        """Wait until so many programs are connected."""
+        until(lambda: len(self.status()["sessions"]) == count, lambda: self.status()["sessions"])
+        return self.status()["sessions"]
+
+    # ---- events
+
+    def now(self) -> int:
+        """The sequence number that the next event will have."""
+        since = 0
+        while True:
+            answer = self.request("events", since=since)
+            if not answer["events"]:
+                return answer["next"]
+            since = answer["next"]
+
+    def events(self, since: int = 0, kind: str | None = None, **fields: Any) -> list[dict[str, Any]]:
+        """Events from a sequence number on, those of one kind and with these fields only."""
+        found: list[dict[str, Any]] = []
+        while True:
+            answer = self.request("events", since=since)
+            if not answer["events"]:
+                break
+            found += answer["events"]
+            since = answer["next"]
+        return [e for e in found if kind in (None, e["kind"]) and fields.items() <= e.items()]
+
+    def wait_event(self, since: int, kind: str, **fields: Any) -> dict[str, Any]:
+        """Wait for an event; returns the first."""
+        found = until(
+            lambda: self.events(since, kind, **fields), lambda: f"no {kind} {fields} in {self.events(since)}"
+        )
+        return found[0]
+
+    def describe(self) -> str:
+        """The ends of the logs, for a failure's message."""
+        lines: list[str] = []
+        for path in sorted(Path(self.record.logs_folder).glob("*.log")):
+            lines += [f"==> {path.name} <==", *path.read_text(errors="replace").splitlines()[-15:]]
+        return "\n".join(lines)
+
+    # ---- accidents
+
+    def kill_worker(self, slice_index: int, host: int = 0, number: int = signal.SIGKILL) -> Host:
+        """Signal an agent (by pid, as an accident would); returns the host as it was."""
+        found = self.host(slice_index, host)
+        os.kill(found.pid, number)
+        return found
+
+    def kill_executor(self, slice_index: int, host: int = 0, number: int = signal.SIGKILL) -> Host:
+        """Signal the process that owns the devices; returns the host as it was."""
+        found = self.host(slice_index, host)
+        os.kill(found.executor_pid, number)
+        return found
+
+    # ---- programs
+
+    def environment(self) -> dict[str, str]:
+        """What a program needs to use this cluster."""
+        return command_environment({}, "127.0.0.1", self.record.proxy_port)
+
+    def start(self, *command: str) -> Running:
+        """Start a program that uses this cluster."""
+        return self.place.start(command, **self.environment())
+
+    def train(self, checkpoints: Path, *arguments: str) -> Running:
+        """Start the plain trainer of the examples."""
+        return self.start(sys.executable, str(TRAINER), "--checkpoints", str(checkpoints), *arguments)
+
+    def controller(self) -> "Controller":
+        """Start a program that does what it is told; see `controller_program`."""
+        return Controller(self.place, self.environment())
+
+
+def bring_up(place: Place, topology: str, *options: str) -> Cluster:
+    """`ridgeway up` with any free ports."""
+    code, _, errors = place.call("up", "--topology", topology, *ANY_PORTS, *options)
+    assert code == 0, errors
+    name = options[options.index("--cluster") + 1] if "--cluster" in options else "ridgeway"
+    return Cluster(place, place.record(name))
+
+
+def take_down(cluster: Cluster) -> None:
+    """`ridgeway down`; nothing may be left."""
+    cluster.place.note_ports()
+    cluster.close()
+    code, _, errors = cluster.place.call("down", "--cluster", cluster.record.name)
+    assert code == 0, errors
+    cluster.place.assert_nothing_left()
+
+
+@contextlib.contextmanager
+def cluster_in(folder: Path, topology: str, *options: str) -> Iterator[Cluster]:
+    """A cluster of its own that is up, and afterwards down without a trace."""
+    with place_in(folder) as place:
+        cluster = bring_up(place, topology, *options)
+        yield cluster
+        take_down(cluster)
+
+
+class ProgramError(Exception):
+    """What a controller's code raised: the exception's type (with its module) and text."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+        self.text = text
+
+
+JAX_RUNTIME_ERROR = "jax.errors.JaxRuntimeError"
+
+
+class Controller:
+    """A stock JAX program in a process of its own, driven line by line."""
+
+    def __init__(self, place: Place, environment: dict[str, str], prefix: Sequence[str] = ()):
+        self._errors = (place.folder / f"controller-{uuid.uuid4().hex[:8]}.err").open("w+")
+        self.process = subprocess.Popen(
+            [*prefix, sys.executable, str(CONTROLLER)],
+            env={**place.environment, **environment},
+            cwd=place.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: list[dict[str, Any]] = []
+        self._heard = 0
+        threading.Thread(target=self._read, daemon=True).start()
+        self.pid: int = self.finish()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.append(json.loads(line))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        """What it wrote to stderr."""
+        self._errors.seek(0)
+        return f"controller {self.process.pid} (exit code {self.process.poll()}):\n{self._errors.read()[-5000:]}"
+
+    def _next(self, seconds: float) -> dict[str, Any]:
+        def here() -> bool:
+            assert len(self._lines) > self._heard or self.process.poll() is None, self.describe()
+            return len(self._lines) > self._heard
+
+        until(here, self.describe, seconds)
+        self._heard += 1
+        return self._lines[self._heard - 1]
+
+    def start(self, code: str) -> None:
+        """Have it execute something; `hear` and `finish` tell how far it is."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"code": code}) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, seconds: float = DEADLINE_SECONDS) -> Any:
+        """The next thing that the running code says."""
+        message = self._next(seconds)
+        assert "said" in message, message
+        return message["said"]
+
+    def finish(self, seconds: float = DEADLINE_SECONDS) -> Any:
+        """Wait for the end of what was started, whatever it still says; returns its ``result``.
+
+        Raises:
+          ProgramError: it raised.
+        """
+        while True:
+            message = self._next(seconds)
+            if "error" in message:
+                raise ProgramError(message["error"], message["text"])
+            if "result" in message:
+                return message["result"]
+
+    def run(self, code: str, seconds: float = DEADLINE_SECONDS) -> Any:
+        """Execute something; returns its ``result``.
+
+        Raises:
+          ProgramError: it raised.
+        """
+        self.start(code)
+        return self.finish(seconds)
+
+    def error_of(self, code: str | None = None, seconds: float = DEADLINE_SECONDS) -> str:
+        """The text of the `JaxRuntimeError` that the code (or what was started) raises; anything else fails."""
+        if code is not None:
+            self.start(code)
+        try:
+            value = self.finish(seconds)
+        except ProgramError as error:
+            assert error.kind == JAX_RUNTIME_ERROR, error
+            return error.text
+        raise AssertionError(f"raised nothing, but gave {value!r}")
+
+    def close(self) -> None:
+        """End the program as a program ends."""
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(DEADLINE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise AssertionError(f"does not end: {self.describe()}") from None
+        self._errors.close()
+
+
+LOSSES = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
+
+
+def losses(output: str) -> dict[int, str]:
+    """The losses in a trainer's output by step; of a step that was repeated, the last."""
+    return {int(step): loss for step, loss in LOSSES.findall(output)}
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    process = psutil.Process(pid)
+    return [pid, *(child.pid for child in process.children(recursive=True))]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie has)."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_gone(*pids: int) -> None:
+    """Wait until processes have ended."""
+    until(lambda: all(is_gone(pid) for pid in pids), lambda: f"still there: {[p for p in pids if not is_gone(p)]}")

@@ -1,0 +1,662 @@
+"""An executor process: obeys orders as `ridgeway.worker.executor` does, with numbers in the place of arrays."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Code, Status
+from ridgeway.settings import Settings
+from simulated_network import Connection, Machine, Process
+from simulated_xla import BROKEN, Call, XlaWorld
+
+ORDER_SECONDS = 0.0003
+WORK_SECONDS = 0.003
+
+
+def mix(program: str, values: list[int]) -> int:
+    """What a program computes, in executors and in the controller that checks them."""
+    result = sum(program.encode())
+    for value in values:
+        result = (result * 1_000_003 + value) % (1 << 62)
+    return result
+
+
+class Pending:
+    """A value that comes later: a number, or the error in its place."""
+
+    def __init__(self) -> None:
+        self.value: int | Status | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def resolve(self, value: int | Status) -> None:
+        if self.value is None:
+            self.value = value
+            callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        if self.value is None:
+            self._callbacks.append(callback)
+        else:
+            callback()
+
+
+class Promise(Pending):
+    """Bytes on their way."""
+
+    claimed = False
+    source: int | None = None
+
+
+class Execution(Pending):
+    """One execution on one runtime; its results all have its value."""
+
+    def __init__(self, runtime: "Runtime", number: int, program: "Program", inputs: list["int | Pending"]):
+        super().__init__()
+        self.runtime = runtime
+        self.number = number
+        self.program = program
+        self.inputs = inputs
+        self.call: Call | None = None
+
+
+Shard = int | Status | Pending
+
+
+class Program:
+    """A loaded program: a name, its devices, and which arguments it takes over."""
+
+    def __init__(self, name: str, devices: tuple[int, ...], donated: tuple[int, ...]):
+        self.name = name
+        self.devices = devices
+        self.donated = donated
+
+
+class Runtime:
+    """A client: alone, or a member of a generation."""
+
+    def __init__(self, generation: int, first_devices: list[int], per_host: int, rank: int, xla: XlaWorld | None):
+        self.generation = generation
+        self.rank = rank
+        self.xla = xla
+        self.rank_of = {first + k: r for r, first in enumerate(first_devices) for k in range(per_host)}
+        self.local = {device for device, owner in self.rank_of.items() if owner == rank}
+        self.aborted: Status | None = None
+        self.queue: list[Execution] = []
+        self.changed: asyncio.Future[None] | None = None
+
+    def poke(self) -> None:
+        if self.changed is not None and not self.changed.done():
+            self.changed.set_result(None)
+
+
+class Waiters:
+    """Answers that wait for what one runtime computes."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, Callable[[Any, Status | None], None]] = {}
+        self.completed = 0
+        self._next = 0
+        self._abandoned: Status | None = None
+
+    def register(self, deliver: Callable[[Any, Status | None], None]) -> Callable[[Any, Status | None], None]:
+        if self._abandoned is not None:
+            deliver(None, self._abandoned)
+            return lambda result, error: None
+        self._next += 1
+        number = self._next
+        self.tasks[number] = deliver
+
+        def finish(result: Any, error: Status | None) -> None:
+            waiting = self.tasks.pop(number, None)
+            if waiting is not None:
+                waiting(result, error)
+
+        return finish
+
+    def abandon(self, cause: Status) -> None:
+        self._abandoned = cause
+        tasks, self.tasks = self.tasks, {}
+        for deliver in tasks.values():
+            deliver(None, cause)
+
+
+class SimulatedExecutor(Process):
+    """One executor; `cluster` says how to reach the head, other executors and services."""
+
+    def __init__(self, machine: Machine, number: int, agent: int, per_host: int, settings: Settings, cluster: Any):
+        super().__init__(machine, f"executor {number}")
+        self.number = number
+        self.agent = agent
+        self.per_host = per_host
+        self.settings = settings
+        self.cluster = cluster
+        self.stuck = False
+        """its order thread hangs; heartbeats go on"""
+        self.promises: dict[int, Promise] = {}
+        self.store: dict[int, dict[int, Shard]] = {}
+        self.programs: dict[str, Program] = {}
+        self.first_device = 0
+        self.runtime = Runtime(0, [0], per_host, 0, None)
+        self.waiters = Waiters()
+        self.services: dict[int, asyncio.Queue[int]] = {}
+        self.cancelled: dict[int, Status] = {}
+        self.entering: tuple[int, asyncio.Future[None]] | None = None
+        self.welcomed = False
+        self.abandoned = 0
+        self._orders: asyncio.Queue[tuple[list[Any], list[bytes]]] = asyncio.Queue()
+        self._received = 0
+        self._dispatched = 0
+        self._completed_before = 0
+        self.connection: Connection | None = None
+        self._task = self.world.task(self._run_orders())
+        cluster.executors[self.pid] = self
+
+    def connect(self) -> None:
+        """Say hello to the head."""
+        self.connection = self.cluster.connect(self, {
+            "role": "executor", "agent": self.agent, "executor": self.number, "pid": self.pid,
+            "versions": self.cluster.versions, "transfer_host": "10.0.0.1", "transfer_port": self.pid,
+        }, self._message, lambda: self.end(3))  # fmt: skip
+
+    def ended(self) -> None:
+        self._task.cancel()
+        self.cluster.executors.pop(self.pid, None)
+        for xla in list(self.cluster.rendezvous.worlds.values()):
+            if self in xla.attached.values():
+                xla.member_died(self)
+
+    # ---- messages
+
+    def _message(self, message: list[Any], attached: list[bytes]) -> None:
+        if not self.welcomed:
+            if message[0] != "welcome":
+                self.end(2)
+                return
+            self.welcomed = True
+            self._send_heartbeats()
+            return
+        aside = getattr(self, f"_aside_{message[0]}", None)
+        if aside is not None:
+            aside(*message[1:], attached=attached)
+        else:
+            self._received += 1
+            self._orders.put_nowait((message, attached))
+
+    def send(self, message: list[Any], attached: tuple[bytes, ...] = ()) -> None:
+        if self.alive and self.connection is not None:
+            self.connection.send(message, attached)
+
+    def _send_heartbeats(self) -> None:
+        self.heartbeat()
+        self.after(self.settings.heartbeat_interval_seconds, self._send_heartbeats)
+
+    def heartbeat(self) -> None:
+        outstanding = self._dispatched < self._received or len(self.waiters.tasks) > 0
+        completed = self._completed_before + self.waiters.completed
+        self.send(["heartbeat", self._dispatched, completed, outstanding, 0])
+
+    async def _run_orders(self) -> None:
+        while True:
+            message, attached = await self._orders.get()
+            await self._pause(ORDER_SECONDS)
+            while self.stuck:
+                await asyncio.sleep(3600.0)
+            work = getattr(self, f"_order_{message[0]}")(*message[1:], attached=attached)
+            if work is not None:
+                await work
+            self._dispatched += 1
+
+    async def _pause(self, seconds: float) -> None:
+        """Let time pass; while the process is stopped it stands still."""
+        if self.machine.slowness != 1.0 or self.stopped:
+            await asyncio.sleep(seconds * self.machine.slowness)
+            while self.stopped:
+                await asyncio.sleep(0.05)
+
+    # ---- errors
+
+    def describe(self, status: Status, runtime: Runtime) -> Status:
+        return runtime.aborted or status
+
+    def _error_fields(self, status: Status, runtime: Runtime) -> list[Any]:
+        collective = status.code is Code.ABORTED and runtime.generation > 0
+        return [int(status.code), status.message, collective, runtime.generation]
+
+    def _reply_error(self, request: int, status: Status, runtime: Runtime) -> None:
+        self.send(["error", request, *self._error_fields(status, runtime)])
+
+    def _execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
+        self.send(["execution_failed", execution, *self._error_fields(status, runtime)])
+
+    # ---- outside the sequence
+
+    def _promise(self, token: int) -> Promise:
+        return self.promises.setdefault(token, Promise())
+
+    def _claim(self, token: int, source: int | None) -> Promise:
+        promise = self._promise(token)
+        promise.claimed, promise.source = True, source
+        if promise.value is not None:
+            del self.promises[token]
+        return promise
+
+    def resolve_promise(self, token: int, value: int | Status) -> None:
+        promise = self._promise(token)
+        if promise.claimed:
+            del self.promises[token]
+        promise.resolve(value)
+
+    def _aside_data(self, token: int, attached: list[bytes]) -> None:
+        self.resolve_promise(token, int.from_bytes(attached[0], "little"))
+
+    def _aside_data_failed(self, token: int, code: int, message: str, attached: list[bytes]) -> None:
+        if token in self.promises:
+            self.resolve_promise(token, Status(Code(code), message))
+
+    def _aside_peer_lost(self, executor: int, code: int, message: str, attached: list[bytes]) -> None:
+        for token, promise in list(self.promises.items()):
+            if promise.claimed and promise.source == executor:
+                self.resolve_promise(token, Status(Code(code), message))
+
+    def _service(self, generation: int) -> "asyncio.Queue[int]":
+        return self.services.setdefault(generation, asyncio.Queue())
+
+    def _aside_service(self, generation: int, address: str, attached: list[bytes]) -> None:
+        self._service(generation).put_nowait(int(address.rpartition(":")[2]))
+
+    def _aside_abort(self, generation: int, code: int, message: str, attached: list[bytes]) -> None:
+        cause = Status(Code(code), message)
+        self.cancelled[generation] = cause
+        self._service(generation).put_nowait(0)
+        random = self.world.random
+        if random.random() < self.cluster.crash_probability:
+            self.machine.touched = "crashed at an abort"
+            self.after(random.uniform(0.0, 0.05), self.end, -11)
+        if self.entering is not None and self.entering[0] == generation:
+            if random.random() < self.cluster.hole_probability:
+                self.machine.touched = "hung in set-up"
+            else:
+                self.after(random.uniform(0.005, 0.03), _fail, self.entering[1])
+        if self.runtime.generation == generation:
+            self._abort_runtime(self.runtime, cause)
+
+    def _abort_runtime(self, runtime: Runtime, cause: Status) -> None:
+        if runtime.aborted is not None:
+            return
+        runtime.aborted = cause
+        runtime.poke()
+        self.after(self.world.random.uniform(0.005, 0.03), self._break_collectives, runtime)
+
+    def _break_collectives(self, runtime: Runtime) -> None:
+        head = runtime.queue[0] if runtime.queue else None
+        if head is not None and head.call is not None and not head.call.answered:
+            if self.world.random.random() < self.cluster.hole_probability:
+                self.machine.touched = "hung in a collective"
+                head.call.answered = True
+            else:
+                head.call.answered = True
+                self._finished(head, BROKEN)
+
+    # ---- orders: generations
+
+    def _order_assign(self, slot: int, first_device: int, attached: list[bytes]) -> Any:
+        self.first_device = first_device
+        return self._leave()
+
+    async def _leave(self) -> None:
+        old, waiters = self.runtime, self.waiters
+        give_up_after = self.settings.drain_deadline_seconds / 2
+        started = self.world.now
+        stuck = 0
+        while True:
+            unresolved = [
+                shard for group in self.store.values() for shard in group.values()
+                if isinstance(shard, Execution) and shard.runtime is old and shard.value is None
+            ]  # fmt: skip
+            if not unresolved and not (old.aborted is not None and waiters.tasks):
+                break
+            left = started + give_up_after - self.world.now
+            if old.aborted is not None and left <= 1e-6:
+                stuck = 1
+                break
+            old.changed = self.world.loop.create_future()
+            if old.aborted is not None:
+                self.world.loop.call_later(left, old.poke)
+            for shard in unresolved:
+                shard.when_done(old.poke)
+            await old.changed
+            await self._pause(0.0)
+        for group in self.store.values():
+            for device, shard in group.items():
+                if isinstance(shard, Execution) and shard.runtime is old:
+                    value = shard.value
+                    if value is None:
+                        value = statuses.data_loss("it was being computed when its generation ended")
+                    group[device] = self.describe(value, old) if isinstance(value, Status) else value
+        self._completed_before += waiters.completed
+        if stuck:
+            assert old.aborted is not None
+            waiters.abandon(old.aborted)
+            self.abandoned += 1
+        if old.xla is not None:
+            old.xla.detach(self)
+        self.runtime = Runtime(0, [self.first_device], self.per_host, 0, None)
+        self.waiters = Waiters()
+
+    def _order_leave_generation(self, request: int, generation: int, attached: list[bytes]) -> Any:
+        async def work() -> None:
+            if self.runtime.generation == generation:
+                await self._leave()
+            self.services.pop(generation, None)
+            self.cancelled.pop(generation, None)
+            self.send(["reply", request])
+
+        return work()
+
+    async def _order_enter_generation(
+        self, request: int, generation: int, rank: int, first_devices: list[int], attached: list[bytes]
+    ) -> None:
+        await self._leave()
+        timeout = self.settings.generation_create_timeout_seconds
+        xla: XlaWorld | None = None
+        arrived: asyncio.Future[None] = self.world.loop.create_future()
+        self.entering = (generation, arrived)
+        try:
+            try:
+                port = await asyncio.wait_for(self._service(generation).get(), timeout)
+            except TimeoutError:
+                raise statuses.deadline_exceeded("the head named no key-value service in time").error() from None
+            await self._pause(0.0)
+            cancelled = self.cancelled.get(generation)
+            if cancelled is not None:
+                raise cancelled.error()
+            xla = self.cluster.rendezvous.worlds.get(port)
+            if xla is None or xla.generation == -1:
+                await asyncio.sleep(timeout)
+                raise statuses.deadline_exceeded("the key-value service does not answer").error()
+            meeting = xla.arrive(self, generation, rank, len(first_devices))
+            meeting.add_done_callback(lambda _: arrived.done() or arrived.set_result(None))
+            try:
+                await asyncio.wait_for(arrived, 2 * timeout)
+            except TimeoutError:
+                raise Status(Code.ABORTED, "GetKeyValue() timed out").error() from None
+            await self._pause(0.0)
+        except statuses.StatusError as error:
+            self.entering = None
+            self.services.pop(generation, None)
+            if xla is not None:
+                xla.detach(self)
+            status = self.cancelled.get(generation, error.status)
+            self.send(["error", request, int(status.code), status.message, True, generation])
+            return
+        self.entering = None
+        self.services.pop(generation, None)
+        self.runtime = Runtime(generation, first_devices, self.per_host, rank, xla)
+        self.waiters = Waiters()
+        if (cancelled := self.cancelled.get(generation)) is not None:
+            self._abort_runtime(self.runtime, cancelled)
+        self.send(["reply", request])
+
+    # ---- orders: programs
+
+    def _order_load(
+        self, program: str, name: str, options: bytes, assignment: Any, inputs: Any, outputs: Any, kinds: Any,
+        attached: list[bytes],
+    ) -> None:  # fmt: skip
+        devices = tuple(device for row in assignment for device in row)
+        self.programs[program] = Program(name, devices, tuple(attached[0]))
+
+    def _order_unload(self, programs: list[str], attached: list[bytes]) -> None:
+        for program in programs:
+            self.programs.pop(program, None)
+
+    def _order_execute_and_tell(self, request: int, *fields: Any, attached: list[bytes]) -> Any:
+        return self._order_execute(*fields, attached=attached, request=request)
+
+    async def _order_execute(
+        self, execution: int, program: str, arguments: list[Any], results: list[int], kept: list[int],
+        attached: list[bytes], request: int | None = None,
+    ) -> None:  # fmt: skip
+        runtime = self.runtime
+        source = self.programs[program]
+        local = tuple(device for device in source.devices if device in runtime.local)
+        if not local:
+            self.world.violation(f"{self.name} was asked to run {source.name} on devices {source.devices}, none its own")
+        inputs: list[int | Pending] = []
+        donated: list[tuple[int, int]] = []
+        try:
+            if runtime.aborted is not None and len(source.devices) > len(local):
+                raise runtime.aborted.error()
+            if not all(device in runtime.rank_of for device in source.devices):
+                raise Status(Code.ABORTED, f"the generation of {source.name} does not stand").error()
+            for index, argument in enumerate(arguments):
+                group_of = dict.fromkeys(local, argument) if type(argument) is int else dict(argument)
+                for device in local:
+                    inputs.append(await self._shard(group_of[device], device))
+                    if index in source.donated and index not in kept:
+                        donated.append((group_of[device], device))
+        except statuses.StatusError as error:
+            status = self.describe(error.status, runtime)
+            for result in results:
+                self.store[result] = dict.fromkeys(local, status)
+            self._execution_failed(execution, status, runtime)
+            if request is not None:
+                self._reply_error(request, status, runtime)
+            return
+        for group, device in donated:
+            self.store[group][device] = statuses.invalid_argument("the buffer was donated")
+        work = Execution(runtime, execution, source, inputs)
+        for result in results:
+            self.store[result] = dict.fromkeys(local, work)
+
+        def complete(_: Any, error: Status | None) -> None:
+            if error is not None:
+                self._execution_failed(execution, error, runtime)
+                if request is not None:
+                    self._reply_error(request, error, runtime)
+            elif request is not None:
+                self.send(["reply", request])
+
+        waiters = self.waiters
+        finish = waiters.register(complete)
+
+        def done() -> None:
+            waiters.completed += 1
+            value = work.value
+            finish(None, self.describe(value, runtime) if isinstance(value, Status) else None)
+
+        work.when_done(done)
+        runtime.queue.append(work)
+        if len(runtime.queue) == 1:
+            self._start(work)
+
+    async def _shard(self, group: int, device: int) -> "int | Pending":
+        shards = self.store.get(group)
+        if shards is None:
+            self.world.violation(f"buffer group {group} is not on {self.name}")
+            raise AssertionError
+        shard = shards[device]
+        if isinstance(shard, Promise):
+            if shard.value is None:
+                arrived: asyncio.Future[None] = self.world.loop.create_future()
+                shard.when_done(lambda: arrived.done() or arrived.set_result(None))
+                try:
+                    await asyncio.wait_for(arrived, self.settings.transfer_timeout_seconds)
+                except TimeoutError:
+                    seconds = self.settings.transfer_timeout_seconds
+                    shard.value = statuses.deadline_exceeded(f"bytes that were announced did not come within {seconds} s")
+                await self._pause(0.0)
+            assert shard.value is not None
+            shards[device] = shard = shard.value
+        if isinstance(shard, Status):
+            raise shard.error()
+        return shard
+
+    def _start(self, work: Execution) -> None:
+        """Run an execution once its inputs are there."""
+        for value in work.inputs:
+            if isinstance(value, Pending) and value.value is None:
+                value.when_done(lambda: self._start(work))
+                return
+        values = [value.value if isinstance(value, Pending) else value for value in work.inputs]
+        error = next((value for value in values if isinstance(value, Status)), None)
+        runtime, program = work.runtime, work.program
+        clique = tuple(sorted({runtime.rank_of[device] for device in program.devices}))
+        if error is not None:
+            self._finished(work, error)
+            return
+        local = [device for device in program.devices if device in runtime.local]
+        numbers = [value for value in values if isinstance(value, int)]
+        if any(numbers[i] != numbers[i - i % len(local)] for i in range(len(numbers))):
+            self.world.violation(f"the shards of an argument of {program.name} differ on {self.name}")
+        result = mix(program.name, numbers[:: len(local)])
+        if len(clique) == 1:
+            self.after(WORK_SECONDS, self._finished, work, result)
+        elif runtime.aborted is not None or runtime.xla is None:
+            self._finished(work, BROKEN)
+        else:
+            work.call = runtime.xla.call(
+                clique, runtime.rank, work.number, result, lambda value: self._finished(work, value)
+            )
+
+    def _finished(self, work: Execution, value: int | Status) -> None:
+        if work.value is not None or not self.alive:
+            return
+        work.resolve(value)
+        runtime = work.runtime
+        runtime.queue.remove(work)
+        runtime.poke()
+        if runtime.queue:
+            self._start(runtime.queue[0])
+
+    # ---- orders: buffers
+
+    def _order_free(self, groups: list[int], attached: list[bytes]) -> None:
+        for group in groups:
+            self.store.pop(group, None)
+
+    def _order_put(self, group: int, kind: int, memory_kind: Any, parts: list[Any], attached: list[bytes]) -> None:
+        shards: dict[int, Shard] = {}
+        for devices, _, _, index, token in parts:
+            value = int.from_bytes(attached[index], "little") if index is not None else self._claim(token, None)
+            for device in devices:
+                shards[device] = value
+        self.store[group] = shards
+
+    async def _order_copy(
+        self, group: int, memory_kind: Any, copies: list[Any], assemblies: list[Any], attached: list[bytes]
+    ) -> None:
+        shards: dict[int, Shard] = {}
+        for target, source_group, source_device in copies:
+            shards[target] = await self._here(source_group, source_device)
+        for devices, _, _, ((_, _, source_group, source_device, token, source_executor),) in assemblies:
+            if token is not None:
+                shard: Shard = self._claim(token, source_executor)
+            else:
+                shard = await self._here(source_group, source_device)
+            for device in devices:
+                shards[device] = shard
+        self.store[group] = shards
+
+    async def _here(self, group: int, device: int) -> Shard:
+        try:
+            return await self._shard(group, device)
+        except statuses.StatusError as error:
+            return self.describe(error.status, self.runtime)
+
+    async def _order_send(self, group: int, device: int, targets: list[Any], attached: list[bytes]) -> None:
+        runtime = self.runtime
+        try:
+            shard: int | Status | Pending = await self._shard(group, device)
+        except statuses.StatusError as error:
+            shard = self.describe(error.status, runtime)
+        finish = self.waiters.register(lambda value, error: self._push(error if error is not None else value, targets))
+        self._when_computed(shard, runtime, finish)
+
+    def _when_computed(
+        self, shard: "int | Status | Pending", runtime: Runtime, finish: Callable[[Any, Status | None], None]
+    ) -> None:
+        if isinstance(shard, Pending):
+            pending = shard
+            pending.when_done(lambda: self._when_computed(pending.value or 0, runtime, finish))
+        elif isinstance(shard, Status):
+            finish(None, self.describe(shard, runtime))
+        else:
+            finish(shard, None)
+
+    def _push(self, value: int | Status, targets: list[Any]) -> None:
+        for token, _, port, _, _ in targets:
+            self.after(self.world.random.uniform(0.001, 0.02), self._deliver, value, token, port, self.world.now)
+
+    def _deliver(self, value: int | Status, token: int, port: int, since: float) -> None:
+        target = self.cluster.executors.get(port)
+        if target is not None and target.alive and self.world.can_reach(self.machine, target.machine):
+            target.run(target.resolve_promise, token, value)
+        elif target is not None and target.alive and self.world.now - since < self.settings.transfer_timeout_seconds:
+            self.after(0.05, self._deliver, value, token, port, since)
+        else:
+            failed = statuses.data_loss(f"bytes could not be sent to 10.0.0.1:{port}")
+            self.send(["transfer_failed", token, int(failed.code), failed.message])
+
+    async def _order_fetch(self, request: int, group: int, device: int, strides: Any, attached: list[bytes]) -> None:
+        runtime = self.runtime
+        try:
+            shard = await self._shard(group, device)
+        except statuses.StatusError as error:
+            self._reply_error(request, self.describe(error.status, runtime), runtime)
+            return
+
+        def deliver(value: Any, error: Status | None) -> None:
+            if error is not None:
+                self._reply_error(request, error, runtime)
+            else:
+                self.send(["reply", request], (value.to_bytes(8, "little"),))
+
+        self._when_computed(shard, runtime, self.waiters.register(deliver))
+
+    async def _order_ready(self, request: int, groups: list[int], attached: list[bytes]) -> None:
+        runtime = self.runtime
+        shards: list[int | Pending] = []
+        try:
+            for number in groups:
+                group = self.store[number]
+                if all(isinstance(shard, Execution) for shard in group.values()):
+                    shards += [shard for shard in group.values() if isinstance(shard, Execution)]
+                else:
+                    for device in list(group):
+                        shards.append(await self._shard(number, device))
+        except statuses.StatusError as error:
+            self._reply_error(request, self.describe(error.status, runtime), runtime)
+            return
+
+        def deliver(_: Any, error: Status | None) -> None:
+            if error is not None:
+                self._reply_error(request, error, runtime)
+            else:
+                self.send(["reply", request])
+
+        finish = self.waiters.register(deliver)
+        self._when_all_computed(shards, runtime, finish)
+
+    def _when_all_computed(
+        self, shards: "list[int | Pending]", runtime: Runtime, finish: Callable[[Any, Status | None], None]
+    ) -> None:
+        while shards:
+            first = shards[0]
+            value = first.value if isinstance(first, Pending) else first
+            if isinstance(first, Pending) and value is None:
+                first.when_done(lambda: self._when_all_computed(shards, runtime, finish))
+                return
+            if isinstance(value, Status):
+                finish(None, self.describe(value, runtime))
+                return
+            shards.pop(0)
+        finish(None, None)
+
+
+def _fail(arrived: "asyncio.Future[None]") -> None:
+    if not arrived.done():
+        arrived.set_exception(Status(Code.ABORTED, "CANCELLED: the distributed client was shut down").error())

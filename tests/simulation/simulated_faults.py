@@ -1,0 +1,188 @@
+"""What is done to a cluster, and when it ends."""
+
+import asyncio
+from collections.abc import Callable
+
+from simulated_head import SimulatedCluster
+from simulated_worker import SimulatedAgent, SimulatedCompiler
+
+FAULTS_SECONDS = 3.0
+"""Faults begin within so many seconds..."""
+FAULT_LENGTH_SECONDS = 2.5
+"""... and last at most so many."""
+
+
+class Faults:
+    """Chooses faults by chance and carries them out on whatever is running then."""
+
+    def __init__(self, cluster: SimulatedCluster):
+        self._cluster = cluster
+        self._world = cluster.world
+        self._kinds: dict[str, Callable[[float], None]] = {
+            "kill executor": self._kill_executor,
+            "kill agent": self._kill_agent,
+            "kill worker": self._kill_worker,
+            "kill all": self._kill_all,
+            "stop executor": self._stop_executor,
+            "stop agent": self._stop_agent,
+            "stop worker": self._stop_worker,
+            "break connection": self._break_connection,
+            "cut off from head": self._cut_off,
+            "cut between workers": self._cut_between,
+            "hang": self._hang,
+            "slow machine": self._slow,
+            "kill compiler": self._kill_compiler,
+            "kill rendezvous": self._kill_rendezvous,
+            "no services": self._no_services,
+            "stop head": self._stop_head,
+        }
+
+    async def run(self, count: int) -> None:
+        """Do ``count`` faults; returns when none has an effect any more that would not pass by itself."""
+        random = self._world.random
+        # Several within a moment are as likely as one after the other.
+        moments = [random.uniform(0.0, FAULTS_SECONDS) for _ in range(random.randint(1, count))] if count else []
+        times = sorted(random.choice(moments) + random.uniform(0.0, 0.1) for _ in range(count))
+        for time in times:
+            await asyncio.sleep(max(0.0, time - self._world.now))
+            kind = random.choice(list(self._kinds))
+            self._world.say(f"FAULT {kind}")
+            self._kinds[kind](random.uniform(0.05, FAULT_LENGTH_SECONDS))
+        if times:
+            await asyncio.sleep(max(0.0, times[-1] + FAULT_LENGTH_SECONDS - self._world.now))
+
+    def _agent(self) -> SimulatedAgent | None:
+        agents = list(self._cluster.agents.values())
+        agent = self._world.random.choice(agents) if agents else None
+        if agent is not None:
+            self._world.say(f"      on {agent.name}, {agent.core.place}")
+        return agent
+
+    def _touch(self, agent: SimulatedAgent, what: str) -> None:
+        agent.machine.touched = what
+
+    def _later(self, seconds: float, function: Callable[[], None]) -> None:
+        self._world.loop.call_later(seconds, function)
+
+    # ---- deaths
+
+    def _kill_executor(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "its executor was killed")
+            for executor in agent.executors():
+                executor.kill()
+
+    def _kill_agent(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "its agent was killed")
+            agent.kill()
+
+    def _kill_worker(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "it was killed")
+            agent.kill_all()
+
+    def _kill_all(self, seconds: float) -> None:
+        for agent in list(self._cluster.agents.values()):
+            self._touch(agent, "everything was killed")
+            self._later(self._world.random.uniform(0.0, 0.2), agent.kill_all)
+
+    def _kill_compiler(self, seconds: float) -> None:
+        agent = self._agent()
+        for child in list(agent.children.values()) if agent is not None else []:
+            if isinstance(child, SimulatedCompiler):
+                child.kill()
+
+    def _kill_rendezvous(self, seconds: float) -> None:
+        self._cluster.rendezvous.crash()
+
+    # ---- silence
+
+    def _stop_executor(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "its executor was stopped")
+            for executor in agent.executors():
+                executor.stop()
+                if self._world.random.random() < 0.5:
+                    self._later(seconds, executor.resume)
+
+    def _stop_agent(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "its agent was stopped")
+            agent.stop()
+            if self._world.random.random() < 0.5:
+                self._later(seconds, agent.resume)
+
+    def _stop_worker(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "it was stopped")
+            comes_back = self._world.random.random() < 0.5
+            for process in agent.everything():
+                process.stop()
+                if comes_back:
+                    self._later(seconds, process.resume)
+
+    def _hang(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "its executor hangs")
+            for executor in agent.executors():
+                executor.stuck = True
+
+    def _slow(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "it was slow")
+            machine = agent.machine
+            machine.slowness = self._world.random.choice((5.0, 20.0))
+
+            def recover() -> None:
+                machine.slowness = 1.0
+
+            self._later(seconds, recover)
+
+    def _stop_head(self, seconds: float) -> None:
+        # Shorter than the silence after which workers turn away from it.
+        process = self._cluster.process
+        process.stop()
+        self._later(min(seconds, self._cluster.settings.heartbeat_timeout_seconds * 0.6), process.resume)
+
+    # ---- the network
+
+    def _break_connection(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "a connection of it broke")
+            process = self._world.random.choice(agent.everything())
+            for connection in list(process.connections):
+                connection.reset()
+
+    def _cut_off(self, seconds: float) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self._touch(agent, "it was cut off from the head")
+            machine = agent.machine
+            for direction in self._world.random.choice((("to_head",), ("from_head",), ("to_head", "from_head"))):
+                machine.blocked[direction] = True
+            self._later(seconds, machine.heal)
+
+    def _cut_between(self, seconds: float) -> None:
+        agents = list(self._cluster.agents.values())
+        if len(agents) < 2:
+            return
+        pair = self._world.random.sample(agents, 2)
+        for agent in pair:
+            self._world.say(f"      on {agent.name}, {agent.core.place}")
+            self._touch(agent, "it was cut off from another worker")
+        names = frozenset(agent.machine.name for agent in pair)
+        self._world.unreachable.add(names)
+        self._later(seconds, lambda: self._world.unreachable.discard(names))
+
+    def _no_services(self, seconds: float) -> None:
+        self._cluster.rendezvous.outage_until = self._world.now + seconds
