@@ -56,6 +56,12 @@ class CompilerPool:
                 if not future.done():
                     future.set_exception(CompilerLost())
 
+    def remove_agent(self, agent: int) -> None:
+        """A host is lost: its compiler may be silent as well, so nothing waits for it any more."""
+        for compiler in [c for c in self._compilers.values() if c.agent == agent]:
+            compiler.link.close()
+            self.remove(compiler.number)
+
     def on_reply(self, compiler: Compiler, message: list[Any], buffers: list[bytes]) -> None:
         """A message of a compiler."""
         if message[0] == "heartbeat":

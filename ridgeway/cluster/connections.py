@@ -202,14 +202,18 @@ class Connections:
                 _, dispatched, completed, outstanding, memory = message
                 executor.memory_bytes = memory
                 executor.observe_progress(manager.clock(), dispatched, completed)
-                manager.membership.executor_heard(manager.clock(), executor.number, dispatched, completed, outstanding)
+                behind = dispatched < executor.ordered
+                manager.membership.executor_heard(
+                    manager.clock(), executor.number, dispatched, completed, outstanding, behind
+                )
             case "execution_failed":
                 _, execution, code, text, _collective, generation = message
                 manager.execution_failed(executor, execution, Status(Code(code), text), generation)
             case "transfer_failed":
-                _, token, code, text = message
-                for other in manager.executors.values():
-                    other.send_aside(["data_failed", token, code, text])
+                _, token, code, text, target = message
+                receiver = manager.executors.get(target)
+                if receiver is not None:
+                    receiver.send_aside(["data_failed", token, code, text])
 
     async def _serve_compiler(self, link: StreamLink, hello: dict[str, Any]) -> None:
         manager = self._manager

@@ -32,6 +32,8 @@ class ExecutorLink:
         self.memory_bytes = 0
         self.executions = 0
         """Executions ordered so far."""
+        self.ordered = 0
+        """Orders sent so far; an executor that has dispatched fewer is behind."""
         self.progressed = 0.0
         self._observed = (0, 0)
         self._replies: dict[int, Reply] = {}
@@ -43,6 +45,7 @@ class ExecutorLink:
         if self.lost is None:
             if self._free:
                 self.flush_frees()
+            self.ordered += 1
             self.link.send(message, buffers)
 
     def send_packed(self, frame: bytes) -> None:
@@ -50,6 +53,7 @@ class ExecutorLink:
         if self.lost is None:
             if self._free:
                 self.flush_frees()
+            self.ordered += 1
             self.link.send_packed(frame)
 
     def send_aside(self, message: Sequence[Any], buffers: Sequence[Buffer] = ()) -> None:
@@ -82,6 +86,7 @@ class ExecutorLink:
         """Send the frees that were decided so far."""
         if self._free and self.lost is None:
             groups, self._free = self._free, []
+            self.ordered += 1
             self.link.send_packed(frames.pack(["free", groups]))
 
     def on_reply(self, request: int, error: Status | None, fields: list[Any], buffers: list[bytes]) -> None:

@@ -99,6 +99,14 @@ class LoseExecutor(Effect):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CloseExecutor(Effect):
+    """Close the link of an executor that owned nothing: it, or its agent, is lost."""
+
+    executor: int
+    loss: Loss
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CloseAgent(Effect):
     """Close an agent's link: it is lost, or must not go on."""
 
@@ -126,6 +134,7 @@ class Executor:
     dispatched: int = 0
     completed: int = 0
     outstanding: bool = False
+    behind: bool = False
     progressed: float = 0.0
 
 
@@ -276,17 +285,18 @@ class Membership:
         return []
 
     def executor_heard(
-        self, now: float, number: int, dispatched: int, completed: int, outstanding: bool
+        self, now: float, number: int, dispatched: int, completed: int, outstanding: bool, behind: bool = False
     ) -> list[Effect]:
-        """A heartbeat of an executor: orders dispatched and executions completed so far, and whether it has
-        accepted work that is not done."""
+        """A heartbeat of an executor: orders dispatched and executions completed so far, whether it has accepted
+        work that is not done, and whether it was sent orders that it has not even dispatched."""
         executor = self.executors.get(number)
         if executor is None:
             return []
         executor.heard = now
         if (dispatched, completed) != (executor.dispatched, executor.completed) or not outstanding:
             executor.progressed = now
-        executor.dispatched, executor.completed, executor.outstanding = dispatched, completed, outstanding
+        executor.dispatched, executor.completed = dispatched, completed
+        executor.outstanding, executor.behind = outstanding, behind
         return []
 
     def agent_closed(self, now: float, number: int, description: str) -> list[Effect]:
@@ -367,27 +377,30 @@ class Membership:
                         executor.number,
                         Loss(True, "its executor did not start in time (executor_start_timeout_seconds)"),
                     )
-            elif now - executor.heard >= limits.progress_deadline_seconds:
-                effects += self.recycle_executor(
-                    now,
-                    executor.number,
-                    Loss(
-                        True,
-                        f"its executor said nothing for {now - executor.heard:.1f} s while its agent answered "
-                        "(progress_deadline_seconds)",
-                    ),
-                )
-            elif executor.outstanding and now - executor.progressed >= limits.progress_deadline_seconds:
-                effects += self.recycle_executor(
-                    now,
-                    executor.number,
-                    Loss(
-                        True,
-                        f"its executor completed nothing for {now - executor.progressed:.1f} s while its agent "
-                        "answered (progress_deadline_seconds)",
-                    ),
-                )
-        return effects
+        return effects + self._recycle_stuck_executor(now)
+
+    def _recycle_stuck_executor(self, now: float) -> list[Effect]:
+        """Apply the progress deadline.  Whoever waits for a stuck executor, in a collective, is late as well; so only
+        one goes at a time, the most suspicious, and the others get time to show that its loss has freed them."""
+        deadline = self.limits.progress_deadline_seconds
+        connected = [executor for executor in self.executors.values() if executor.connected]
+        working = [executor for executor in connected if executor.outstanding]
+        silent = max((now - executor.heard for executor in connected), default=0.0)
+        waiting = max((now - executor.progressed for executor in working), default=0.0)
+        if max(silent, waiting) < deadline:
+            return []
+        if silent >= deadline / 2:
+            stuck = min(connected, key=lambda executor: executor.heard)
+            what = f"said nothing for {silent:.1f} s"
+        else:
+            # Who waits for others has dispatched what it was sent.
+            stuck = min(working, key=lambda executor: (not executor.behind, executor.progressed))
+            waiting = now - stuck.progressed
+            what = f"completed nothing for {waiting:.1f} s"
+        for executor in working:
+            executor.progressed = max(executor.progressed, now - deadline + self.limits.heartbeat_timeout_seconds)
+        description = f"its executor {what} while its agent answered (progress_deadline_seconds)"
+        return self.recycle_executor(now, stuck.number, Loss(True, description))
 
     # ---- transitions
 
@@ -450,6 +463,8 @@ class Membership:
             if self._slice_up[names["slice"]]:
                 self._slice_up[names["slice"]] = False
                 effects.append(Emit("slice_lost", {"slice": names["slice"]}))
+        elif executor.connected:
+            effects.append(CloseExecutor(executor.number, loss))
         if not host_too:
             effects += self._start_executor(now, agent)
         return effects

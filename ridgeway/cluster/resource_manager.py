@@ -306,10 +306,15 @@ class ResourceManager:
                     self._activate(number, slot)
                 case membership_machine.LoseExecutor(number, slot, loss):
                     self._lose(number, slot, loss)
+                case membership_machine.CloseExecutor(number, loss):
+                    executor_link = self.executors.pop(number, None)
+                    if executor_link is not None:
+                        executor_link.lose(loss.deadline, loss.description)
                 case membership_machine.CloseAgent(number, reason):
                     agent_link = self.agents.pop(number, None)
                     if agent_link is not None:
                         agent_link.close()
+                    self.compilers.remove_agent(number)
                 case membership_machine.Welcome() | membership_machine.Refuse():
                     raise AssertionError("answered where the connection is accepted")
 

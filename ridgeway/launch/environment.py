@@ -27,7 +27,6 @@ def runtime_environment(inherited: Mapping[str, str], secret: str) -> dict[str, 
     """The environment of head and workers, which are no programs that use the cluster."""
     environment = {name: value for name, value in inherited.items() if name not in proxy_variables("", 0)}
     environment["RIDGEWAY_CLUSTER_SECRET"] = secret
-    environment["PYTHONUNBUFFERED"] = "1"
     return environment
 
 

@@ -7,7 +7,7 @@ has index domain `i`; numbers in an OpSharding's tile assignment are positions i
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -400,6 +400,21 @@ def _tiling_from_named(proto: Any, device_count: int) -> Tiling:
     if not tiles:
         return Tiling((), (), partial)
     return _tiling(tuple(tiles), tile_of_device, partial)
+
+
+def move(sharding: Sharding, devices: tuple[int, ...], memory_kind: str | None) -> Sharding:
+    """The same sharding over as many other devices, or in another memory."""
+    marker = f"moved to {devices} {memory_kind}".encode()  # so that it equals no sharding of other devices
+    return replace(
+        sharding, data=sharding.data + marker, devices=devices, memory_kind=memory_kind, _shapes={}, _domains={}
+    )
+
+
+def declare_tiling(sharding: Sharding, tiling: Tiling) -> Sharding:
+    """A sharding that did not say how the array is cut, with what is known of it."""
+    return replace(
+        sharding, data=sharding.data + f"tiled by {tiling}".encode(), tiling=tiling, _shapes={}, _domains={}
+    )
 
 
 # --- building -----------------------------------------------------------------------------------------------

@@ -132,15 +132,22 @@ def _relabel(session: Session, shards: list[tuple[Array, int]], target: Array) -
     manager = session.services.manager
     error = next((e for source, _ in shards if (e := source.problem(manager)) is not None), None)
     if error is None:
-        error = next((e for at, (source, index) in enumerate(shards) if (e := _misfit(source, index, target, at))), None)
+        misfits = (_misfit(source, index, target, position) for position, (source, index) in enumerate(shards))
+        error = next(filter(None, misfits), None)
     if error is not None:
         target.fail(error)
         return
     hold = next((source.held for source, _ in shards if source.held is not None), None)
     if hold is not None:
         target.held = hold
-        sources = [source for source, _ in shards]
-        defer(hold, sources, lambda error: target.fail(error) if error is not None else _relabel(session, shards, target))
+
+        def go_on(error: Status | None) -> None:
+            if error is not None:
+                target.fail(error)
+            else:
+                _relabel(session, shards, target)
+
+        defer(hold, [source for source, _ in shards], go_on)
         return
     strings = [source.strings[index] for source, index in shards if source.strings is not None]
     if strings:
@@ -229,7 +236,7 @@ def bitcast_arrays(session: Session, request: Any, response: Any, later: Later) 
     for source, target in zip(sources, _results(session, request, request.array_specs, response), strict=True):
         if source.devices != target.devices or dtypes.KIND_STRING in (source.kind, target.kind):
             target.fail(statuses.invalid_argument(f"bitcasting {_describe(source)} to {_describe(target)}"))
-        elif (source.kind, source.shape) == (target.kind, target.shape) and memory_kind_of(source) == memory_kind_of(target):
+        elif (source.kind, source.shape, memory_kind_of(source)) == (target.kind, target.shape, memory_kind_of(target)):
             _relabel(session, [(source, index) for index in range(len(source.devices))], target)
         else:
             session.services.dispatcher.bitcast(source, target)
@@ -247,14 +254,18 @@ def remap_arrays(session: Session, request: Any, response: Any, later: Later) ->
             strict=True,
         )  # fmt: skip
         for from_start, from_end, from_step, to_start, to_end, to_step in intervals:
-            taken, places = range(from_start, from_end, from_step), range(to_start, to_end, to_step)
             try:
+                taken, places = range(from_start, from_end, from_step), range(to_start, to_end, to_step)
                 source, row = sources[mapping.in_array], shards[mapping.out_array]
                 for index, place in zip(taken, places, strict=True):
-                    source.devices[index]  # checks that it exists
+                    if not (0 <= index < len(source.devices) and 0 <= place < len(row)):
+                        raise IndexError
                     row[place] = (source, index)
             except (IndexError, ValueError):
-                raise statuses.invalid_argument(f"a remap plan maps shards {taken} to {places}").error() from None
+                raise statuses.invalid_argument(
+                    f"a remap plan maps shards {from_start}:{from_end}:{from_step} of array {mapping.in_array} to "
+                    f"{to_start}:{to_end}:{to_step} of result {mapping.out_array}"
+                ).error() from None
     for target, row in zip(targets, shards, strict=True):
         given = [shard for shard in row if shard is not None]
         if len(given) != len(row):

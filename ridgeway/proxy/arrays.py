@@ -65,8 +65,8 @@ class Array:
     """One array value; errors are values too."""
 
     __slots__ = (
-        "_checked_epoch", "_given_away", "_pins", "deleted", "error", "groups", "held", "kind", "released", "shape", "sharding",
-        "strings",
+        "_checked_epoch", "_given_away", "_pins", "deleted", "error", "groups", "held", "kind", "released", "shape",
+        "sharding", "strings",
     )  # fmt: skip
 
     def __init__(self, kind: int, shape: Shape, sharding: Sharding):
@@ -139,7 +139,7 @@ class Array:
 
     def _shards_deleted(self) -> bool:
         groups = self.groups
-        if type(groups) is BufferGroup:
+        if isinstance(groups, BufferGroup):
             gone = groups.deleted_devices
             return gone is not None and not gone.isdisjoint(self.devices)
         return groups is not None and any(
@@ -159,7 +159,7 @@ class Array:
                 group.release()
 
     def _devices_in(self, group: BufferGroup, groups: BufferGroup | tuple[BufferGroup, ...]) -> frozenset[int]:
-        if group is groups:
+        if isinstance(groups, BufferGroup):
             return frozenset(self.devices)
         return frozenset(d for d, other in zip(self.devices, groups, strict=True) if other is group)
 

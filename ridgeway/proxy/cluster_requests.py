@@ -21,7 +21,8 @@ def init(session: Session, request: Any, response: Any, later: Later) -> None:
     topology = session.services.manager.topology
     response.session_id = session.number
     response.platform_name = PLATFORM
-    response.platform_version = f"ridgeway {session.services.versions['ridgeway']} jaxlib {session.services.versions['jaxlib']}"
+    versions = session.services.versions
+    response.platform_version = f"ridgeway {versions['ridgeway']} jaxlib {versions['jaxlib']}"
     response.platform_id = int.from_bytes(PLATFORM.encode(), "little")
     response.process_index = 0
     response.runtime_type = RUNTIME_TYPE
@@ -62,7 +63,8 @@ def get_default_device_assignment(session: Session, request: Any, response: Any,
     known = session.services.manager.topology.devices
     if count < 1 or count > known:
         raise statuses.invalid_argument(
-            f"{request.num_replicas} replicas x {request.num_partitions} partitions need {count} devices; this cluster has {known}"
+            f"{request.num_replicas} replicas x {request.num_partitions} partitions need {count} devices; "
+            f"this cluster has {known}"
         ).error()
     assignment = response.device_assignment
     assignment.replica_count = request.num_replicas

@@ -103,8 +103,9 @@ class Dispatcher:
     # ---- programs
 
     def execute(
-        self, executable: Executable, arguments: list[Array], results: list[Array], kept: Sequence[int], done: Done | None
-    ) -> None:
+        self, executable: Executable, arguments: list[Array], results: list[Array], kept: Sequence[int],
+        done: Done | None,
+    ) -> None:  # fmt: skip
         """Start an execution; ``done`` is called when it is complete everywhere. Arguments in ``kept`` are not
         donated even if the program would."""
         problem: Status | None = None
@@ -135,7 +136,8 @@ class Dispatcher:
         if isinstance(references, Status):
             problem, references = references, None
         if problem is not None or references is None:
-            self._fail_execution(problem or statuses.internal("no arguments"), executable, arguments, results, kept, done)
+            error = problem or statuses.internal("no arguments")
+            self._fail_execution(error, executable, arguments, results, kept, done)
             return
         executors = executable.executors
         assert not isinstance(executors, Status)

@@ -28,7 +28,9 @@ class _Receiver:
 class Movement:
     """Makes ``target`` of ``source``'s shards, all of which are on living executors."""
 
-    def __init__(self, manager: ResourceManager, source: Array, target: Array, reuse: bool, new_token: Callable[[], int]):
+    def __init__(
+        self, manager: ResourceManager, source: Array, target: Array, reuse: bool, new_token: Callable[[], int]
+    ):
         self._manager = manager
         self._source = source
         self._target = target

@@ -24,7 +24,7 @@ class Programs:
         self._platform = platform
         self._emit = emit
         self._compiled: OrderedDict[str, CompiledProgram] = OrderedDict()
-        self._running: dict[str, asyncio.Task[CompiledProgram]] = {}
+        self._running: dict[str, asyncio.Task[tuple[CompiledProgram, bool]]] = {}
         self._users: dict[str, int] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
 
@@ -50,16 +50,16 @@ class Programs:
                 task = asyncio.create_task(self._make(key, artifact, options, replicas, partitions))
                 self._running[key] = task
                 task.add_done_callback(lambda _: self._running.pop(key, None))
-            before = self.cache.hits
-            found = await asyncio.shield(task)
-            hit = self.cache.hits > before
+            found, hit = await asyncio.shield(task)
         self._emit(
             "compiled", program=key[:16], name=found.metadata["name"], seconds=round(time.monotonic() - started, 4),
             cache="hit" if hit else "miss", session=session, devices=replicas * partitions,
         )  # fmt: skip
         return found
 
-    async def _make(self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int) -> CompiledProgram:
+    async def _make(
+        self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int
+    ) -> tuple[CompiledProgram, bool]:
         stored = await asyncio.to_thread(self.cache.load, key)
         if stored is None:
             metadata, serialized = await self._manager.compilers.compile(artifact, options, replicas, partitions)
@@ -70,7 +70,7 @@ class Programs:
         self._compiled[key] = compiled
         while len(self._compiled) > COMPILED_KEPT:
             self._compiled.popitem(last=False)
-        return compiled
+        return compiled, stored is not None
 
     def retain(self, executable: Executable) -> None:
         """A session made an executable."""

@@ -71,7 +71,9 @@ def plan(shape: Shape, source: Sharding, target: Sharding) -> Plan:
     return tuple(result)
 
 
-def _pieces(wanted: Box, candidates: dict[Box, tuple[int, ...]], cuts: list[list[tuple[int, int]]]) -> tuple[Piece, ...]:
+def _pieces(
+    wanted: Box, candidates: dict[Box, tuple[int, ...]], cuts: list[list[tuple[int, int]]]
+) -> tuple[Piece, ...]:
     whole = candidates.get(wanted)
     if whole is not None:
         return (Piece(whole),)

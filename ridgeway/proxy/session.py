@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ridgeway.protocol import messages
+from ridgeway.protocol import dtypes, messages, shardings
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
 from ridgeway.protocol.versions import ProxyVersion
@@ -20,6 +20,22 @@ from ridgeway.proxy.services import Services
 SERVER_HANDLES_FROM = 1 << 40
 """Handles made here start far above those the client makes."""
 TEXT_LIMIT = 4000
+
+_RESULT_ARRAYS = {
+    "make_array_from_host_buffer": ("array_handle",),
+    "make_arrays_from_host_buffer_shards": ("array_handles",),
+    "make_error_arrays": ("array_handles",),
+    "assemble_array_from_single_device_arrays": ("result_handle",),
+    "disassemble_into_single_device_arrays": ("result_handles",),
+    "fully_replicated_shard": ("result_handle",),
+    "copy_arrays": ("result_handles",),
+    "remap_arrays": ("result_handles",),
+    "bitcast_arrays": ("result_handles",),
+    "reshard_arrays": ("result_handles",),
+    "loaded_executable_execute": ("result_array_handle",),
+}
+"""Fields with the handles that a request of each kind makes arrays for."""
+_NOWHERE = (shardings.SINGLE_DEVICE, b"")
 
 LATER = object()
 """What a handler returns when the response follows through `Session.respond`."""
@@ -142,13 +158,28 @@ class Session:
         try:
             result = handler(self, getattr(request, kind), answer, _Later(self, operation, response, name))
         except StatusError as error:
-            self.respond(operation, response, error.status, name)
+            self._fail(operation, name, getattr(request, kind), response, error.status)
         except Exception as error:
             self.services.report_bug(name, error)
-            self.respond(operation, response, statuses.internal(f"the proxy failed at {name}: {error!r}"), name)
+            status = statuses.internal(f"the proxy failed at {name}: {error!r}")
+            self._fail(operation, name, getattr(request, kind), response, status)
         else:
             if result is not LATER:
                 self.respond(operation, response, OK)
+
+    def _fail(self, operation: int, name: str, request: Any, response: Any, status: Status) -> None:
+        """Answer with an error, which becomes the value of all that the request was to make: the client does not wait
+        for responses about handles that it made itself."""
+        for field in _RESULT_ARRAYS.get(name, ()):
+            handles = getattr(request, field)
+            for handle in (handles,) if isinstance(handles, int) else handles:
+                if handle:
+                    array = Array(dtypes.KIND_UNSPECIFIED, (), shardings.parse_blob(*_NOWHERE))
+                    array.fail(status)
+                    self.bind_array(handle, array)
+        if name == "loaded_executable_execute" and request.result_status_handle:
+            self.new_future(status, request.result_status_handle)
+        self.respond(operation, response, status, name)
 
     def respond(self, operation: int, response: Any, status: Status, name: str = "") -> None:
         """Send a response."""

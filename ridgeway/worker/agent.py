@@ -106,7 +106,9 @@ class AgentProcess:
 
     def _say(self, text: str) -> None:
         stamp = "" if sys.stderr.isatty() else time.strftime("%H:%M:%S ")
-        print(f"{stamp}ridgeway worker ({self._core.place}): {text}", file=sys.stderr, flush=True)
+        # In one write: its children write to the same log.
+        sys.stderr.write(f"{stamp}ridgeway worker ({self._core.place}): {text}\n")
+        sys.stderr.flush()
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

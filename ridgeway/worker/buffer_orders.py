@@ -7,9 +7,12 @@ import numpy as np
 
 from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
-from ridgeway.protocol.status import Status, StatusError
+from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import buffers, device_runtime
+from ridgeway.worker.device_runtime import Runtime
+from ridgeway.worker.resharding import Assembly, cut, reinterpret
+from ridgeway.worker.waiting import Deliver
 
 if TYPE_CHECKING:
     from ridgeway.worker.executor import Executor
@@ -22,7 +25,8 @@ class BufferOrders:
         self._executor = executor
         self._store = executor.store
         self.handlers: dict[str, Callable[..., None]] = {
-            "free": self.free, "put": self.put, "copy": self.copy, "send": self.send, "fetch": self.fetch, "ready": self.ready,
+            "free": self.free, "put": self.put, "copy": self.copy, "bitcast": self.bitcast, "send": self.send,
+            "fetch": self.fetch, "ready": self.ready,
         }  # fmt: skip
 
     def free(self, groups: list[int], attached: list[bytearray]) -> None:
@@ -46,54 +50,107 @@ class BufferOrders:
                 shards[device] = shard
         self._store.set(group, buffers.shard_group(shards))
 
-    def copy(self, group: int, memory_kind: str | None, parts: list[Any], attached: list[bytearray]) -> None:
-        """Make a group of other shards. ``parts``: [target device, source group or None, source device, token of a
-        promise or None, the executor that keeps it]."""
+    def copy(
+        self, group: int, memory_kind: str | None, copies: list[Any], assemblies: list[Any], attached: list[bytearray]
+    ) -> None:
+        """Make a group of other shards.
+
+        ``copies``: [target device, source group, source device], whole shards that are here.
+        ``assemblies``: [[target devices], dtype kind, shape or None, pieces], shards made of pieces: [where it goes or
+        None for the whole shard, what is taken of the source or None for all of it, source group, source device, token,
+        executor]; of a piece that another executor sends only the token and that executor are given.
+        """
         runtime = self._executor.runtime
         shards: dict[int, Any] = {}
-        for target, source_group, source_device, token, source_executor in parts:
-            if token is not None:
-                promise = self._executor.promises.claim(token, source_executor)
-                shards[target] = buffers.PromisedShard(promise, _as_is, memory_kind)
-                continue
+        for target, source_group, source_device in copies:
             try:
-                source = self._store.shard(source_group, source_device, runtime)
-                shards[target] = runtime.copy(source, target, memory_kind)
+                source = self._store.peek(source_group, source_device)
+                if isinstance(source, (buffers.HostShard, buffers.PromisedShard)):
+                    shards[target] = source.with_memory_kind(memory_kind)
+                else:
+                    source = self._store.shard(source_group, source_device, runtime)
+                    shards[target] = runtime.copy(source, target, memory_kind)
             except Exception as error:
                 shards[target] = self._executor.describe(error, runtime)
+        readers: dict[tuple[int, int], list[tuple[Any, Any, Assembly]]] = {}
+        for devices, kind, shape, pieces in assemblies:
+            assembly = Assembly(tuple(shape or ()), dtypes.dtype_of_kind(kind), len(pieces))
+            for where, taken, source_group, source_device, token, source_executor in pieces:
+                if token is None:
+                    readers.setdefault((source_group, source_device), []).append((where, taken, assembly))
+                else:
+                    promise = self._executor.promises.claim(token, source_executor)
+                    promise.when_resolved(lambda value, where=where, assembly=assembly: assembly.place(where, value))
+            shards |= dict.fromkeys(devices, buffers.PromisedShard(assembly.promise, _as_is, memory_kind))
+        for (source_group, source_device), places in readers.items():
+            self._read(source_group, source_device, _placer(places))
         self._store.set(group, buffers.shard_group(shards, runtime))
 
+    def bitcast(
+        self, group: int, kind: int, memory_kind: str | None, parts: list[Any], attached: list[bytearray]
+    ) -> None:
+        """Make a group of the same bytes as another dtype. ``parts``: [device, shape, source group]."""
+        dtype = dtypes.dtype_of_kind(kind)
+        shards: dict[int, Any] = {}
+        for device, shape, source_group in parts:
+            promise = buffers.Promise()
+
+            def deliver(data: Any, error: Status | None, shape: Any = shape, promise: Any = promise) -> None:
+                try:
+                    promise.resolve(error or reinterpret(data, dtype, tuple(shape)))
+                except ValueError as problem:
+                    promise.resolve(statuses.invalid_argument(f"bitcast: {problem}"))
+
+            shards[device] = buffers.PromisedShard(promise, _as_is, memory_kind)
+            self._read(source_group, device, deliver)
+        self._store.set(group, buffers.shard_group(shards))
+
     def send(self, group: int, device: int, targets: list[Any], attached: list[bytearray]) -> None:
-        """Send a shard's bytes to other executors. ``targets``: [token, host, port]."""
-        executor = self._executor
-        try:
-            shard = self._held(group, device)
-        except Exception as error:
-            status = executor.describe(error, executor.runtime)
-            executor.waiters.submit(lambda: None, lambda _, __: self._push(None, status, targets))
-            return
-        executor.waiters.submit(lambda: np.asarray(shard), lambda data, error: self._push(data, error, targets))
+        """Send a shard's bytes to other executors. ``targets``: [token, host, port, executor, the part to send or
+        None]."""
+        self._read(group, device, lambda data, error: self._push(data, error, targets))
 
     def _push(self, data: np.ndarray | None, error: Status | None, targets: list[Any]) -> None:
         transfers = self._executor.transfers
-        for token, host, port in targets:
-            try:
-                if error is not None or data is None:
-                    transfers.fail(host, port, token, error or statuses.internal("no bytes"))
-                else:
-                    transfers.push(host, port, token, data)
-            except OSError as broken:
-                # Either the target is lost, which the head tells everybody, or the connection between the two is.
-                failed = statuses.data_loss(f"bytes could not be sent to {host}:{port}: {broken}")
-                try:
-                    self._executor.link.send(["transfer_failed", token, int(failed.code), failed.message])
-                except LinkClosed:
-                    return
+        if error is not None and error.code is Code.ABORTED:
+            # The receiver is perhaps no member of the generation whose end this is: what ended it is not known there.
+            error = statuses.data_loss(error.message)
+        for token, host, port, target, taken in targets:
 
-    def _held(self, group: int, device: int) -> Any:
-        """A shard whose bytes can be read later, whatever the next orders donate."""
-        runtime = self._executor.runtime
-        shard = self._store.shard(group, device, runtime)
+            def failed(broken: OSError, token: int = token, host: str = host, target: int = target) -> None:
+                # Either the target is lost, which the head tells everybody, or the connection between the two is.
+                message = f"bytes could not be sent to {host}: {broken}"
+                try:
+                    self._executor.link.send(["transfer_failed", token, int(Code.DATA_LOSS), message, target])
+                except LinkClosed:
+                    pass  # the reader sees it too, and ends the process
+
+            if error is not None or data is None:
+                transfers.fail(host, port, token, error or statuses.internal("no bytes"), failed)
+            else:
+                transfers.push(host, port, token, cut(data, taken), failed)
+
+    def _read(self, group: int, device: int, deliver: Deliver) -> None:
+        """Deliver a shard's bytes when they are known, whatever the next orders do to the shard."""
+        executor = self._executor
+        runtime = executor.runtime
+        try:
+            shard = self._store.peek(group, device)
+            if isinstance(shard, Status):
+                deliver(None, shard)
+            elif isinstance(shard, buffers.PromisedShard):
+                shard.promise.when_resolved(_decoded(shard.decode, deliver))
+            elif isinstance(shard, buffers.HostShard):
+                data = shard.data
+                executor.waiters.submit(lambda: data, deliver)
+            else:
+                held = self._held(self._store.shard(group, device, runtime), device, runtime)
+                executor.waiters.submit(lambda: np.asarray(held), deliver)
+        except Exception as error:
+            deliver(None, executor.describe(error, runtime))
+
+    def _held(self, shard: Any, device: int, runtime: Runtime) -> Any:
+        """Bytes that stay readable when the shard is donated."""
         if shard.is_ready():
             return np.asarray(shard)
         return runtime.copy(shard, device, device_runtime.memory_kind_of(shard))
@@ -102,32 +159,37 @@ class BufferOrders:
         self, request: int, group: int, device: int, strides: list[int] | None, attached: list[bytearray]
     ) -> None:
         """Answer with a shard's bytes, laid out with ``strides``."""
-        executor = self._executor
-        runtime = executor.runtime
-        try:
-            held = self._held(group, device)
-        except Exception as error:
-            executor.reply_error(request, executor.describe(error, runtime), runtime)
-            return
+        answer = self._executor.answer(request, self._executor.runtime, attach=True)
+        layout = None if strides is None else tuple(strides)
 
-        def encode() -> bytes:
-            return dtypes.encode_host_buffer(np.asarray(held), None if strides is None else tuple(strides))
+        def deliver(data: Any, error: Status | None) -> None:
+            try:
+                encoded = None if error is not None else dtypes.encode_host_buffer(data, layout)
+            except StatusError as problem:
+                answer(None, problem.status)
+            else:
+                answer(encoded, error)
 
-        executor.waiters.submit(encode, executor.answer(request, runtime, attach=True))
+        self._read(group, device, deliver)
 
     def ready(self, request: int, groups: list[int], attached: list[bytearray]) -> None:
         """Answer when every shard of the groups is computed."""
         executor = self._executor
         runtime = executor.runtime
         arrays: list[Any] = []
+        promised: list[buffers.PromisedShard] = []
         try:
             for number in groups:
                 group = self._store.group(number)
                 if group.array is not None and group.shards is None:
                     arrays.append(group.array)
-                else:
-                    assert group.shards is not None
-                    arrays += [self._store.shard(number, device, runtime) for device in list(group.shards)]
+                    continue
+                assert group.shards is not None
+                for device, shard in group.shards.items():
+                    if isinstance(shard, buffers.PromisedShard):
+                        promised.append(shard)
+                    elif not isinstance(shard, buffers.HostShard):
+                        arrays.append(self._store.shard(number, device, runtime))
         except Exception as error:
             executor.reply_error(request, executor.describe(error, runtime), runtime)
             return
@@ -140,7 +202,52 @@ class BufferOrders:
                     if not device_runtime.is_deleted(array):  # donated since: whoever took it reports its errors
                         raise
 
-        executor.waiters.submit(wait, executor.answer(request, runtime))
+        answer = executor.answer(request, runtime)
+
+        def computed(_: Any, error: Status | None) -> None:
+            if error is not None:
+                answer(None, error)
+            else:
+                _when_all(promised, lambda error: answer(None, error))
+
+        executor.waiters.submit(wait, computed)
+
+
+def _placer(places: list[tuple[Any, Any, Assembly]]) -> Deliver:
+    def deliver(data: Any, error: Status | None) -> None:
+        for where, taken, assembly in places:
+            assembly.place(where, error or cut(data, taken))
+
+    return deliver
+
+
+def _decoded(decode: Callable[[Any], np.ndarray], deliver: Deliver) -> Callable[[Any], None]:
+    def resolved(value: Any) -> None:
+        if isinstance(value, Status):
+            deliver(None, value)
+            return
+        try:
+            data = decode(value)
+        except StatusError as error:
+            deliver(None, error.status)
+        else:
+            deliver(data, None)
+
+    return resolved
+
+
+def _when_all(shards: list[buffers.PromisedShard], done: Callable[[Status | None], None]) -> None:
+    """``done(None)`` when the bytes of all are here, or the first error."""
+    rest = iter(shards)
+
+    def step(_: Any, error: Status | None) -> None:
+        shard = next(rest, None) if error is None else None
+        if shard is None:
+            done(error)
+        else:
+            shard.promise.when_resolved(_decoded(shard.decode, step))
+
+    step(None, None)
 
 
 def _decoder(kind: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Callable[[Any], np.ndarray]:

@@ -35,14 +35,20 @@ class HostShard:
         self.data = data
         self.memory_kind = memory_kind
 
+    def with_memory_kind(self, memory_kind: str | None) -> "HostShard":
+        """The same bytes, to be brought into another memory."""
+        return HostShard(self.data, memory_kind)
+
 
 class Promise:
     """Host bytes that are on their way, from the head or from another executor."""
 
-    __slots__ = ("_arrived", "_value", "claimed", "source")
+    __slots__ = ("_arrived", "_callbacks", "_lock", "_value", "claimed", "source")
 
     def __init__(self) -> None:
         self._arrived = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Any], None]] = []
         self._value: Any = None
         self.claimed = False
         self.source: int | None = None
@@ -50,9 +56,23 @@ class Promise:
 
     def resolve(self, value: Any) -> None:
         """``value`` is what `wait` returns, or a `Status`."""
-        if not self._arrived.is_set():
+        with self._lock:
+            if self._arrived.is_set():
+                return
             self._value = value
             self._arrived.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(value)
+
+    def when_resolved(self, callback: Callable[[Any], None]) -> None:
+        """Call back with the value, or a `Status`: at once, or on the thread that resolves it, which must not be
+        kept."""
+        with self._lock:
+            if not self._arrived.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self._value)
 
     @property
     def resolved(self) -> bool:
@@ -84,6 +104,10 @@ class PromisedShard:
         self.decode = decode
         self.memory_kind = memory_kind
 
+    def with_memory_kind(self, memory_kind: str | None) -> "PromisedShard":
+        """The same bytes, to be brought into another memory."""
+        return PromisedShard(self.promise, self.decode, memory_kind)
+
 
 class PromiseTable:
     """Tokens to promises; orders that use a token and the bytes for it may come in either order."""
@@ -109,18 +133,21 @@ class PromiseTable:
         with self._lock:
             promise = self._promises.get(token)
             if promise is None:
-                promise = self._promises[token] = Promise()
-            elif promise.claimed:
+                # Unclaimed: nobody has asked to be called back, so nothing runs under the lock.
+                self._promises[token] = Promise()
+                self._promises[token].resolve(value)
+                return
+            if promise.claimed:
                 del self._promises[token]
-            promise.resolve(value)
+        promise.resolve(value)
 
     def peer_lost(self, source: int, status: Status) -> None:
         """What another executor was to send will never come."""
         with self._lock:
-            for token, promise in list(self._promises.items()):
-                if promise.claimed and promise.source == source:
-                    del self._promises[token]
-                    promise.resolve(status)
+            lost = [t for t, promise in self._promises.items() if promise.claimed and promise.source == source]
+            promises = [self._promises.pop(token) for token in lost]
+        for promise in promises:
+            promise.resolve(status)
 
 
 class Group:
@@ -189,6 +216,14 @@ class BufferStore:
         if group is None:
             raise statuses.internal(f"buffer group {number} is not on this executor").error()
         return group
+
+    def peek(self, number: int, device: int) -> Any:
+        """One shard in whatever state it is: `Status`, `PromisedShard`, `HostShard` or an array on a runtime.
+
+        Raises:
+          statuses.StatusError: there is no such group.
+        """
+        return _split(self.group(number))[device]
 
     def shard(self, number: int, device: int, runtime: Runtime) -> Any:
         """One shard as an array on ``runtime``; brings it there if it is not.

@@ -134,7 +134,8 @@ class Template:
                 end.close()
             os.closerange(3, _highest_descriptor() + 1)
             for stream in (sys.stdout, sys.stderr):
-                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+                # A whole line in one write, also with PYTHONUNBUFFERED: several processes share the log.
+                stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
             faulthandler.enable()
             result = self._entries[role](arguments)
             code = result if isinstance(result, int) else 0

@@ -4,8 +4,11 @@ Every executor listens on a transfer port; the sender connects (authenticated li
 and pushes ``["push", token, dtype kind, shape]`` with one buffer, or ``["failed", token, code, message]``.
 """
 
+import queue
 import socket
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +22,8 @@ from ridgeway.worker import device_runtime
 from ridgeway.worker.buffers import PromiseTable
 
 BACKLOG = 64
+IDLE_SECONDS = 60.0
+"""A connection to another executor is closed when nothing was sent for so long."""
 
 
 class TransferServer:
@@ -60,49 +65,71 @@ class TransferServer:
             connection.close()
 
 
+Failed = Callable[[OSError], None]
+
+
 class TransferClient:
-    """Pushes shards to other executors over kept connections."""
+    """Pushes shards to other executors, each over its own connection and thread, so that one that is stopped holds
+    up nobody else. Nothing here waits for the network but those threads."""
 
     def __init__(self, secret: str, timeout_seconds: float):
         self._secret = secret
         self._timeout_seconds = timeout_seconds
-        self._links: dict[tuple[str, int], BlockingLink] = {}
-        self._locks: dict[tuple[str, int], threading.Lock] = {}
+        self._queues: dict[tuple[str, int], queue.SimpleQueue[tuple[list[Any], list[Any], Failed]]] = {}
         self._lock = threading.Lock()
 
-    def push(self, host: str, port: int, token: int, data: np.ndarray) -> None:
-        """Send one shard.
+    def push(self, host: str, port: int, token: int, data: np.ndarray, failed: Failed) -> None:
+        """Send one shard, or a part of one; ``failed`` is called on another thread if it cannot be sent (the head
+        knows, or will soon, why)."""
+        message = ["push", token, dtypes.kind_of_dtype(data.dtype), list(data.shape)]
+        self._enqueue(host, port, message, [data], failed)
 
-        Raises:
-          OSError: the other executor cannot be reached or went away (the head knows, or will soon).
-        """
-        contiguous = np.ascontiguousarray(data)
-        message = ["push", token, dtypes.kind_of_dtype(contiguous.dtype), list(data.shape)]
-        self._send(host, port, message, [contiguous.reshape(-1).view(np.uint8)])
+    def fail(self, host: str, port: int, token: int, status: Status, failed: Failed) -> None:
+        """Say that a shard will not come."""
+        self._enqueue(host, port, ["failed", token, int(status.code), status.message], [], failed)
 
-    def fail(self, host: str, port: int, token: int, status: Status) -> None:
-        """Say that a shard will not come.
-
-        Raises:
-          OSError: as `push`.
-        """
-        self._send(host, port, ["failed", token, int(status.code), status.message], [])
-
-    def _send(self, host: str, port: int, message: list, buffers: list) -> None:
+    def _enqueue(self, host: str, port: int, message: list[Any], arrays: list[np.ndarray], failed: Failed) -> None:
         address = (host, port)
         with self._lock:
-            lock = self._locks.setdefault(address, threading.Lock())
-        with lock:
-            link = self._links.get(address)
-            if link is None:
-                link = blocking_link.connect(host, port, self._secret, self._timeout_seconds)
-                device_runtime.spare_socket_from_abort(link.socket)
-                link.set_timeout(self._timeout_seconds)
-                self._links[address] = link
+            waiting = self._queues.get(address)
+            if waiting is None:
+                waiting = self._queues[address] = queue.SimpleQueue()
+                name = f"transfer-send-{host}:{port}"
+                threading.Thread(target=self._send_all, args=(address, waiting), name=name, daemon=True).start()
+            waiting.put((message, arrays, failed))
+
+    def _send_all(self, address: tuple[str, int], waiting: "queue.SimpleQueue[Any]") -> None:
+        link: BlockingLink | None = None
+        while True:
             try:
-                link.send(message, buffers)
-            except LinkClosed:
-                del self._links[address]
-                device_runtime.forget_socket(link.socket)
-                link.close()
-                raise
+                message, arrays, failed = waiting.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    if not waiting.empty():
+                        continue
+                    del self._queues[address]
+                _close(link)
+                return
+            try:
+                if link is None:
+                    link = self._connect(address)
+                link.send(message, [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays])
+            except OSError as error:
+                _close(link)
+                link = None
+                failed(error)
+
+    def _connect(self, address: tuple[str, int]) -> BlockingLink:
+        link = blocking_link.connect(*address, self._secret, self._timeout_seconds)
+        device_runtime.spare_socket_from_abort(link.socket)
+        link.set_timeout(self._timeout_seconds)
+        return link
+
+
+def _close(link: BlockingLink | None) -> None:
+    if link is not None:
+        try:
+            device_runtime.forget_socket(link.socket)
+        except OSError:
+            pass  # it is closed already
+        link.close()

@@ -76,7 +76,9 @@ class Cluster:
                 self.machine.agent_heard(self.now, number)
             for number, record in list(self.machine.executors.items()) if executors else []:
                 if record.connected:
-                    self.machine.executor_heard(self.now, number, record.dispatched, record.completed, record.outstanding)
+                    self.machine.executor_heard(
+                        self.now, number, record.dispatched, record.completed, record.outstanding, record.behind
+                    )
             effects += self.machine.tick(self.now)
             self.machine.check_invariants()
         return effects
@@ -415,6 +417,58 @@ def test_progress_and_idleness_put_the_progress_deadline_off() -> None:
     assert not of_kind(cluster.wait(200.0), KillProcess)
     cluster.machine.executor_heard(cluster.now, executor, 5, 5, False)
     assert not of_kind(cluster.wait(1000.0), KillProcess)
+
+
+def test_who_waits_for_a_stuck_executor_is_not_recycled_with_it() -> None:
+    cluster = Cluster()
+    executors = [executor for _, executor in cluster.all_hosts()]
+    for number in executors:
+        cluster.machine.executor_heard(cluster.now, number, 4, 3, True)
+    # They stop within the same moment; the others had got one order further.
+    cluster.now = 0.5
+    for number in executors[1:]:
+        cluster.machine.executor_heard(cluster.now, number, 5, 3, True)
+    effects = cluster.wait(301.0)
+    assert [loss.executor for loss in of_kind(effects, LoseExecutor)] == [executors[0]]
+    # Freed by that loss, they go on.
+    for number in executors[1:]:
+        cluster.machine.executor_heard(cluster.now, number, 6, 3, True)
+    assert not of_kind(cluster.wait(200.0), LoseExecutor)
+
+
+def test_who_waits_for_a_silent_executor_is_not_recycled_before_it() -> None:
+    cluster = Cluster()
+    executors = [executor for _, executor in cluster.all_hosts()]
+    for number in executors:
+        cluster.machine.executor_heard(cluster.now, number, 4, 3, True)
+    cluster.now = 0.9
+    cluster.machine.executor_heard(cluster.now, executors[2], 4, 3, True)
+    effects: list[Effect] = []
+    while cluster.now < 305.0:
+        for number in executors[:2]:
+            cluster.machine.executor_heard(cluster.now, number, 4, 3, True)
+        effects += cluster.wait(1.0, executors=False)
+    assert [loss.executor for loss in of_kind(effects, LoseExecutor)] == [executors[2]]
+
+
+def test_an_executor_that_is_behind_is_recycled_before_those_that_have_dispatched_everything() -> None:
+    cluster = Cluster()
+    executors = [executor for _, executor in cluster.all_hosts()]
+    for number in executors:
+        cluster.machine.executor_heard(cluster.now, number, 4, 3, True)
+    cluster.now = 0.5
+    cluster.machine.executor_heard(cluster.now, executors[1], 5, 3, True, behind=True)
+    effects = cluster.wait(301.0)
+    assert [loss.executor for loss in of_kind(effects, LoseExecutor)] == [executors[1]]
+
+
+def test_several_stuck_executors_are_recycled_one_after_the_other() -> None:
+    cluster = Cluster()
+    executors = [executor for _, executor in cluster.all_hosts()]
+    for number in executors:
+        cluster.machine.executor_heard(cluster.now, number, 4, 3, True)
+    effects = cluster.wait(340.0)
+    assert [loss.executor for loss in of_kind(effects, LoseExecutor)] == executors
 
 
 def test_an_executor_that_does_not_start_in_time_is_replaced() -> None:

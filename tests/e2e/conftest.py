@@ -84,3 +84,16 @@ def controller(cluster: Cluster) -> Iterator[Controller]:
     """A program that is connected to the shared cluster."""
     with contextlib.closing(cluster.controller()) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def native_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Losses by step of the plain trainer on three native processes with two devices each."""
+    with harness.place_in(tmp_path_factory.mktemp("native")) as place:
+        runs = harness.train_natively(place, place.folder / "checkpoints", 3, 2)
+        for run in runs:
+            assert run.wait() == 0, run.describe()
+        found = [harness.losses(run.output) for run in runs]
+    assert list(found[0]) == list(range(harness.TRAINING_STEPS))
+    assert found[0] == found[1] == found[2]
+    return found[0]

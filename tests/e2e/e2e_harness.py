@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -492,12 +493,38 @@ class Controller:
         self._errors.close()
 
 
+#: What the trainer does in the tests that compare losses: checkpoints at steps 0, 20, 40 and 60.
+TRAINING_STEPS = 70
+TRAINING_PERIOD = 20
+TRAINING = ("--steps", str(TRAINING_STEPS), "--checkpoint-period", str(TRAINING_PERIOD))
+#: By then a step is committed or about to be, and most are still to come.
+TRAINING_SAFE_STEP = TRAINING_PERIOD + 4
+
 LOSSES = re.compile(r"^step (\d+) loss (\S+)$", re.MULTILINE)
 
 
 def losses(output: str) -> dict[int, str]:
     """The losses in a trainer's output by step; of a step that was repeated, the last."""
     return {int(step): loss for step, loss in LOSSES.findall(output)}
+
+
+def train_natively(place: Place, checkpoints: Path, processes: int, devices_each: int) -> list[Running]:
+    """The trainer as multi-controller jax: gloo collectives between processes, no Ridgeway."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [
+        place.start(
+            [sys.executable, str(TRAINER), "--checkpoints", str(checkpoints), *TRAINING],
+            JAX_PLATFORMS="cpu",
+            JAX_NUM_CPU_DEVICES=str(devices_each),
+            JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo",
+            JAX_COORDINATOR_ADDRESS=coordinator,
+            JAX_NUM_PROCESSES=str(processes),
+            JAX_PROCESS_ID=str(index),
+        )
+        for index in range(processes)
+    ]
 
 
 def family_of(pid: int) -> list[int]:

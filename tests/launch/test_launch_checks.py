@@ -57,7 +57,7 @@ def test_the_commands_environment_is_what_it_was_and_three_variables():
     }
     runtime = environment.runtime_environment(environment.command_environment(inherited, "h", 1), "s3cret")
     assert runtime == {
-        "HOME": "/h", "XLA_FLAGS": "--x", "RIDGEWAY_CLUSTER_SECRET": "s3cret", "PYTHONUNBUFFERED": "1"
+        "HOME": "/h", "XLA_FLAGS": "--x", "RIDGEWAY_CLUSTER_SECRET": "s3cret"
     }  # fmt: skip
 
 

@@ -143,7 +143,7 @@ class SimulatedExecutor(Process):
         self.waiters = Waiters()
         self.services: dict[int, asyncio.Queue[int]] = {}
         self.cancelled: dict[int, Status] = {}
-        self.entering: tuple[int, asyncio.Future[None]] | None = None
+        self.entering: tuple[int, asyncio.Future[bool]] | None = None
         self.welcomed = False
         self.abandoned = 0
         self._orders: asyncio.Queue[tuple[list[Any], list[bytes]]] = asyncio.Queue()
@@ -253,8 +253,7 @@ class SimulatedExecutor(Process):
         self.resolve_promise(token, int.from_bytes(attached[0], "little"))
 
     def _aside_data_failed(self, token: int, code: int, message: str, attached: list[bytes]) -> None:
-        if token in self.promises:
-            self.resolve_promise(token, Status(Code(code), message))
+        self.resolve_promise(token, Status(Code(code), message))
 
     def _aside_peer_lost(self, executor: int, code: int, message: str, attached: list[bytes]) -> None:
         for token, promise in list(self.promises.items()):
@@ -362,7 +361,7 @@ class SimulatedExecutor(Process):
         await self._leave()
         timeout = self.settings.generation_create_timeout_seconds
         xla: XlaWorld | None = None
-        arrived: asyncio.Future[None] = self.world.loop.create_future()
+        arrived: asyncio.Future[bool] = self.world.loop.create_future()
         self.entering = (generation, arrived)
         try:
             try:
@@ -378,11 +377,13 @@ class SimulatedExecutor(Process):
                 await asyncio.sleep(timeout)
                 raise statuses.deadline_exceeded("the key-value service does not answer").error()
             meeting = xla.arrive(self, generation, rank, len(first_devices))
-            meeting.add_done_callback(lambda _: arrived.done() or arrived.set_result(None))
+            meeting.add_done_callback(lambda _: arrived.done() or arrived.set_result(True))
             try:
-                await asyncio.wait_for(arrived, 2 * timeout)
+                met = await asyncio.wait_for(arrived, 2 * timeout)
             except TimeoutError:
                 raise Status(Code.ABORTED, "GetKeyValue() timed out").error() from None
+            if not met:
+                raise Status(Code.ABORTED, "CANCELLED: the distributed client was shut down").error()
             await self._pause(0.0)
         except statuses.StatusError as error:
             self.entering = None
@@ -588,18 +589,19 @@ class SimulatedExecutor(Process):
             finish(shard, None)
 
     def _push(self, value: int | Status, targets: list[Any]) -> None:
-        for token, _, port, _, _ in targets:
-            self.after(self.world.random.uniform(0.001, 0.02), self._deliver, value, token, port, self.world.now)
+        for token, _, port, executor, _ in targets:
+            delay = self.world.random.uniform(0.001, 0.02)
+            self.after(delay, self._deliver, value, token, port, executor, self.world.now)
 
-    def _deliver(self, value: int | Status, token: int, port: int, since: float) -> None:
+    def _deliver(self, value: int | Status, token: int, port: int, executor: int, since: float) -> None:
         target = self.cluster.executors.get(port)
         if target is not None and target.alive and self.world.can_reach(self.machine, target.machine):
             target.run(target.resolve_promise, token, value)
         elif target is not None and target.alive and self.world.now - since < self.settings.transfer_timeout_seconds:
-            self.after(0.05, self._deliver, value, token, port, since)
+            self.after(0.05, self._deliver, value, token, port, executor, since)
         else:
             failed = statuses.data_loss(f"bytes could not be sent to 10.0.0.1:{port}")
-            self.send(["transfer_failed", token, int(failed.code), failed.message])
+            self.send(["transfer_failed", token, int(failed.code), failed.message, executor])
 
     async def _order_fetch(self, request: int, group: int, device: int, strides: Any, attached: list[bytes]) -> None:
         runtime = self.runtime
@@ -657,6 +659,6 @@ class SimulatedExecutor(Process):
         finish(None, None)
 
 
-def _fail(arrived: "asyncio.Future[None]") -> None:
+def _fail(arrived: "asyncio.Future[bool]") -> None:
     if not arrived.done():
-        arrived.set_exception(Status(Code.ABORTED, "CANCELLED: the distributed client was shut down").error())
+        arrived.set_result(False)

@@ -1,0 +1,171 @@
+"""Unmodified MaxText: the same losses with a kill as without, and a kill in the middle of a checkpoint."""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import e2e_harness as harness
+import psutil
+import pytest
+from e2e_harness import ROOT, Cluster, Place, Running
+
+from ridgeway.demo import dataset
+from ridgeway.demo import job as jobs
+
+pytestmark = [*harness.MARKS, pytest.mark.maxtext, pytest.mark.slow]
+
+EXAMPLE = ROOT / "examples" / "maxtext_job.sh"
+STEPS = 34
+PERIOD = 10
+MAXTEXT = "maxtext.trainers.pre_train.train"
+#: MaxText's imports, compilation and steps, on a machine that is busy with other things.
+TRAINING_SECONDS = 200.0
+#: A save takes a few tenths of a second; some kills may come when the bytes are on the controller already.
+SAVES_TRIED = 3
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compiled programs, for all tests here."""
+    yield tmp_path_factory.mktemp("cache")
+
+
+def start_example(place: Place, cache: Path, name: str) -> tuple[Running, Path]:
+    """The example, as a user starts it; returns it and its output folder."""
+    programs = place.folder / "bin"
+    programs.mkdir(exist_ok=True)
+    # What an installation puts on PATH.
+    for command, module in (("ridgeway", ["-m", "ridgeway.cli.main"]), ("python", [])):
+        script = programs / command
+        script.write_text(f'#!/bin/sh\nexec {" ".join([sys.executable, *module])} "$@"\n')
+        script.chmod(0o755)
+    output = place.folder / name
+    run = place.start(
+        [str(EXAMPLE)],
+        PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
+        XDG_CACHE_HOME=str(cache),
+        OUTPUT=str(output),
+        STEPS=str(STEPS),
+        CHECKPOINT_PERIOD=str(PERIOD),
+        RUN_OPTIONS=" ".join([*harness.ANY_PORTS, "--standby", "1", "--cluster", name]),
+    )
+    return run, output
+
+
+def steps_of(run: Running) -> list[int]:
+    """The steps in a log so far."""
+    return [record.step for record in jobs.parse_steps("\n".join(list(run.stderr)))]
+
+
+def until_step(run: Running, condition, what: str):
+    """Wait for something about the steps in a log, while the run lives."""
+
+    def there():
+        assert run.process.poll() is None, f"ended before {what}:\n{run.describe()}"
+        return condition(steps_of(run))
+
+    return harness.until(there, lambda: f"{what}: never came true\n{run.describe()}", TRAINING_SECONDS)
+
+
+def controllers(place: Place) -> list[psutil.Process]:
+    """The processes of MaxText itself (not of `ridgeway run`, whose command line has it too)."""
+    return [p for p in place.processes() if p.cmdline()[1:3] == ["-m", MAXTEXT]]
+
+
+def went_back(steps: list[int]) -> bool:
+    """Whether the step counter fell."""
+    return any(after <= before for before, after in itertools.pairwise(steps))
+
+
+@pytest.mark.timeout(600)
+def test_losses_with_a_kill_equal_those_without(place: Place, cache: Path) -> None:
+    """The example of the README, once undisturbed and once with a kill: all losses equal to the last digit."""
+    undisturbed, quiet = start_example(place, cache, "quiet")
+    assert undisturbed.wait(TRAINING_SECONDS) == 0, undisturbed.describe()
+    assert not went_back(steps_of(undisturbed))
+
+    run, killed = start_example(place, cache, "killed")
+    checkpoints = killed / "training" / "checkpoints"
+    # Some steps after a checkpoint, and not right before the next one.
+    until_step(run, lambda s: len(jobs.committed_steps(checkpoints)) >= 2 and s[-1] % PERIOD in (3, 4, 5), "the kill")
+    (controller,) = controllers(place)
+    cluster = Cluster(place, place.record("killed"))
+    sessions = [session["session"] for session in cluster.status()["sessions"]]
+    before = cluster.hosts()
+    cluster.kill_worker(2)
+    until_step(run, went_back, "the recovery")
+    after = cluster.hosts()
+    assert [session["session"] for session in cluster.status()["sessions"]] == sessions
+    assert len(sessions) == 1
+    cluster.close()
+    assert controllers(place) == [controller]
+    assert after[2, 0].pid != before[2, 0].pid
+    for survivor in ((0, 0), (1, 0)):
+        assert (after[survivor].pid, after[survivor].incarnation) == (
+            before[survivor].pid,
+            before[survivor].incarnation,
+        )
+    assert run.wait(TRAINING_SECONDS) == 0, run.describe()
+
+    expected = {r.step: r.loss for r in jobs.parse_metrics((quiet / "training" / "metrics.jsonl").read_text())}
+    assert list(expected) == list(range(STEPS))
+    records = jobs.parse_metrics((killed / "training" / "metrics.jsonl").read_text())
+    (rewind,) = jobs.find_rewinds(records)
+    assert rewind.next_step - 1 in (PERIOD, 2 * PERIOD)
+    assert rewind.repeated_steps > 0
+    assert [record.step for record in records[rewind.index :]] == list(range(rewind.next_step, STEPS))
+    # Every one, those done twice included, both times.
+    assert [(r.step, r.loss) for r in records if r.loss != expected[r.step]] == []
+    place.assert_nothing_left()
+
+
+def unmarked(checkpoints: Path) -> list[int]:
+    """Steps with a folder that has no commit marker: those being saved, or whose save was cut off."""
+    if not checkpoints.is_dir():
+        return []
+    names = {path.name.partition(".")[0] for path in checkpoints.iterdir()}
+    return sorted({int(name) for name in names if name.isdigit()} - set(jobs.committed_steps(checkpoints)))
+
+
+@pytest.mark.timeout(500)
+def test_kill_while_a_checkpoint_is_written(place: Place, cache: Path) -> None:
+    """The unmarked step is discarded, the last marked one restored, training goes on, and saves happen again."""
+    period, steps = 4, 48
+    data = dataset.build(place.folder / "data")
+    options = jobs.Options(data.directory, place.folder / "out", steps=steps, checkpoint_period=period, run_name="save")
+    job = jobs.build(options)
+    checkpoints = job.checkpoint_directory
+    job.metrics_file.parent.mkdir(parents=True)
+    place.environment["XDG_CACHE_HOME"] = str(cache)
+    cluster = harness.bring_up(place, "3x1x2", "--standby", "1")
+    run = place.start(job.command, **(job.environment | cluster.environment()))
+    tried: list[str] = []
+    while True:
+        until_step(run, lambda s: len(jobs.committed_steps(checkpoints)) >= 2 + len(tried), "two checkpoints")
+        cluster.wait_whole()
+        (cut,) = until_step(run, lambda s: unmarked(checkpoints), "a save under way")
+        # A save reads the replica of slice 0.
+        cluster.kill_worker(0)
+        marked = jobs.committed_steps(checkpoints)
+        seen = len(steps_of(run))
+        until_step(run, lambda s, seen=seen: went_back(s[seen - 1 :]), "the recovery")
+        again = next(a for b, a in itertools.pairwise(steps_of(run)[seen - 1 :]) if a <= b)
+        if cut not in marked and again == marked[-1] + 1 and again <= cut:
+            break
+        tried.append(f"save of step {cut}: marked {marked}, training went on with step {again}")
+        assert len(tried) < SAVES_TRIED, f"no save was cut off: {tried}"
+    assert run.wait(TRAINING_SECONDS) == 0, run.describe()
+    assert str(run.pid) in run.says(r"^I\d{4} .*client\.cc")
+    committed = jobs.committed_steps(checkpoints)
+    # The step whose save was cut off was saved when training came there again, and so was every later one.
+    assert committed == [*range(0, steps, period), steps - 1]
+    assert unmarked(checkpoints) == []
+    records = jobs.parse_metrics(job.metrics_file.read_text("utf-8"))
+    losses: dict[int, set[float]] = {}
+    for record in records:
+        losses.setdefault(record.step, set()).add(record.loss)
+    assert {step: found for step, found in losses.items() if len(found) > 1} == {}
+    assert sorted(losses) == list(range(steps))
+    harness.take_down(cluster)
