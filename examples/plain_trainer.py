@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument("--model-parallel", type=int, default=2, help="devices that share a copy of the model")
     parser.add_argument("--minimum-slices", type=int, help="go on with as many; default: wait for all")
     parser.add_argument("--max-attempts", type=int, default=10)
+    parser.add_argument("--slice-timeout-seconds", type=float, default=300.0, help="longest wait for slices")
     args = parser.parse_args()
     pathwaysutils.initialize()
     print(f"start pid {os.getpid()}", flush=True)
@@ -115,7 +116,9 @@ def main() -> None:
     if "proxy" in (jax.config.jax_platforms or ""):
         manager = Manager()
         retry = manager.elastic_retry(
-            minimum_slice_count=args.minimum_slices, retry_policy=ElasticRetryLimit(args.max_attempts)
+            minimum_slice_count=args.minimum_slices,
+            timeout=args.slice_timeout_seconds,
+            retry_policy=ElasticRetryLimit(args.max_attempts),
         )
         retry(train)(args, manager, step_seconds)
     else:

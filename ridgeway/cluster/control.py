@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ridgeway.cluster.membership import HostState
-from ridgeway.cluster.processes import memory_bytes
 from ridgeway.cluster.resource_manager import ResourceManager
+from ridgeway.processes import memory_bytes
 from ridgeway.transport.stream_link import LinkClosed, StreamLink
 
 EVENTS_PER_REPLY = 1000

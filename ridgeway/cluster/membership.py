@@ -370,13 +370,12 @@ class Membership:
             executor = agent.executor
             if executor is None:
                 continue
-            if not executor.connected:
-                if now - executor.started >= limits.executor_start_timeout_seconds:
-                    effects += self.recycle_executor(
-                        now,
-                        executor.number,
-                        Loss(True, "its executor did not start in time (executor_start_timeout_seconds)"),
-                    )
+            if not executor.connected and now - executor.started >= limits.executor_start_timeout_seconds:
+                effects += self.recycle_executor(
+                    now,
+                    executor.number,
+                    Loss(True, "its executor did not start in time (executor_start_timeout_seconds)"),
+                )
         return effects + self._recycle_stuck_executor(now)
 
     def _recycle_stuck_executor(self, now: float) -> list[Effect]:

@@ -2,7 +2,8 @@
 
 XLA's CPU collectives find each other through jaxlib's distributed service.  It is native code that may end its
 process, so it lives in a child that holds no state worth keeping: when it dies, generations that are being made
-fail and are made again.  Run as ``python -m ridgeway.cluster.rendezvous ADDRESS``; commands and answers are lines::
+fail and are made again.  Run as
+``python -m ridgeway.cluster.rendezvous ADDRESS PARENT_PID``; commands and answers are lines::
 
     new            ->  port NUMBER
     close NUMBER   ->  closed NUMBER
@@ -14,7 +15,7 @@ import os
 import socket
 import sys
 
-from ridgeway.cluster import processes
+from ridgeway import processes
 
 START_TIMEOUT_SECONDS = 60.0
 COMMAND_TIMEOUT_SECONDS = 10.0
@@ -53,6 +54,7 @@ class Rendezvous:
             "-m",
             "ridgeway.cluster.rendezvous",
             self._address,
+            str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -147,9 +149,9 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def main(address: str) -> None:
+def main(address: str, parent: int) -> None:
     """The child: serve commands until standard input ends."""
-    processes.die_with_parent()
+    processes.die_with_parent(parent)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from jaxlib import _jax  # type: ignore[attr-defined]  # pyright: ignore  # the only native code outside workers; see the module's text
 
@@ -177,4 +179,4 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

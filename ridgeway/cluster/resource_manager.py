@@ -25,6 +25,7 @@ CAUSES_KEPT = 1000
 EXECUTIONS_KEPT = 20_000
 EXPECTED_FOR_SECONDS = 60.0
 TICK_SECONDS = 0.05
+_PART_OF_STOPPING = frozenset({"host_lost", "slice_lost", "standby_lost", "host_joining"})
 
 Emit = Callable[..., Any]
 
@@ -58,6 +59,8 @@ class ResourceManager:
         self.agents: dict[int, AgentLink] = {}
         self.executors: dict[int, ExecutorLink] = {}
         self.slots: list[ExecutorLink | None] = [None] * topology.slots
+        self.stopping = False
+        """The head is going: losses are its own doing and no events."""
         self.epoch = 0
         """Changes whenever a slot's executor does."""
         self.on_loss: list[Callable[[ExecutorLink], None]] = []
@@ -288,6 +291,8 @@ class ResourceManager:
         """Carry out what membership decided."""
         for effect in effects:
             match effect:
+                case membership_machine.Emit(kind, _) if self.stopping and kind in _PART_OF_STOPPING:
+                    pass
                 case membership_machine.Emit(kind, fields):
                     self.emit(kind, **fields)
                     if kind == "slice_ready":

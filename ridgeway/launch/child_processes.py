@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ridgeway.worker.process import die_with_parent
+from ridgeway.processes import die_with_parent
 
 Process = asyncio.subprocess.Process
 

@@ -13,7 +13,7 @@ from ridgeway.launch import cluster_folder
 from ridgeway.launch.cluster_folder import ClusterError, ClusterRecord
 from ridgeway.launch.foreground import SIGNALS, until_signal
 from ridgeway.launch.local import LaunchError, LocalCluster, LocalOptions
-from ridgeway.worker.process import send_signal, signal_name
+from ridgeway.processes import send_signal, signal_name
 
 #: How long `down` leaves a supervisor to take its cluster down, before it is killed and everything with it.
 DOWN_DEADLINE_SECONDS = 30.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from ridgeway.launch.child_processes import Process
 from ridgeway.launch.environment import command_environment
 from ridgeway.launch.local import LaunchError, LocalCluster, LocalOptions
-from ridgeway.worker.process import die_with_parent, signal_name
+from ridgeway.processes import die_with_parent, signal_name
 
 #: How long the command may take to end after it was asked to.
 COMMAND_GRACE_SECONDS = 10.0

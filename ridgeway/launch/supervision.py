@@ -11,8 +11,8 @@ replacements of its workers.
 import dataclasses
 import math
 
+from ridgeway.processes import describe_exit
 from ridgeway.worker.agent_core import EXIT_NO_TEMPLATE, EXIT_REFUSED
-from ridgeway.worker.process import describe_exit
 
 Slot = tuple[int, int]
 """(slice, host)."""

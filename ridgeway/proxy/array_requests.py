@@ -1,13 +1,12 @@
 """Handlers of requests about arrays. Each: (session, request, response, later) -> None or LATER."""
 
-import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ridgeway.protocol import dtypes, messages, shardings
 from ridgeway.protocol import status as statuses
-from ridgeway.protocol.shardings import Sharding
+from ridgeway.protocol.shardings import Sharding, Tiling
 from ridgeway.protocol.status import Status, status_from_proto
 from ridgeway.proxy.arrays import Array, StringShard
 from ridgeway.proxy.dispatch import HostPart, defer
@@ -248,6 +247,25 @@ def remap_arrays(session: Session, request: Any, response: Any, later: Later) ->
     sources = [session.array(handle) for handle in request.array_handles]
     targets = _results(session, request, plan.output_specs, response)
     shards: list[list[tuple[Array, int] | None]] = [[None] * len(target.devices) for target in targets]
+    for taken, place in _remapped(plan, sources, targets):
+        shards[place[0]][place[1]] = (sources[taken[0]], taken[1])
+    for target, row in zip(targets, shards, strict=True):
+        given = [shard for shard in row if shard is not None]
+        if len(given) != len(row):
+            missing = [d for d, shard in zip(target.devices, row, strict=True) if shard is None]
+            target.fail(statuses.invalid_argument(f"a remap plan names no shards for devices {missing}"))
+        else:
+            _declare_tiling(given, target)
+            _relabel(session, given, target)
+    _give_away(request, sources)
+
+
+type _Place = tuple[int, int]
+"""An array and a position in its device order."""
+
+
+def _remapped(plan: Any, sources: list[Array], targets: list[Array]) -> Iterator[tuple[_Place, _Place]]:
+    """Which source shard becomes which target shard. Plans say it by positions, since version 6 by devices."""
     for mapping in plan.mappings:
         intervals = zip(
             mapping.from_start, mapping.from_end, mapping.from_step, mapping.to_start, mapping.to_end, mapping.to_step,
@@ -256,24 +274,40 @@ def remap_arrays(session: Session, request: Any, response: Any, later: Later) ->
         for from_start, from_end, from_step, to_start, to_end, to_step in intervals:
             try:
                 taken, places = range(from_start, from_end, from_step), range(to_start, to_end, to_step)
-                source, row = sources[mapping.in_array], shards[mapping.out_array]
+                source, target = sources[mapping.in_array], targets[mapping.out_array]
                 for index, place in zip(taken, places, strict=True):
-                    if not (0 <= index < len(source.devices) and 0 <= place < len(row)):
+                    if not (0 <= index < len(source.devices) and 0 <= place < len(target.devices)):
                         raise IndexError
-                    row[place] = (source, index)
+                    yield (mapping.in_array, index), (mapping.out_array, place)
             except (IndexError, ValueError):
                 raise statuses.invalid_argument(
                     f"a remap plan maps shards {from_start}:{from_end}:{from_step} of array {mapping.in_array} to "
                     f"{to_start}:{to_end}:{to_step} of result {mapping.out_array}"
                 ).error() from None
-    for target, row in zip(targets, shards, strict=True):
-        given = [shard for shard in row if shard is not None]
-        if len(given) != len(row):
-            missing = [d for d, shard in zip(target.devices, row, strict=True) if shard is None]
-            target.fail(statuses.invalid_argument(f"a remap plan names no shards for devices {missing}"))
-        else:
-            _relabel(session, given, target)
-    _give_away(request, sources)
+    for output in plan.input_devices_for_output:
+        for given in output.input_devices:
+            try:
+                source, target = sources[given.in_array], targets[output.out_array]
+                for device in given.device_list.device_ids:
+                    taken, place = source.devices.index(device), target.devices.index(device)
+                    yield (given.in_array, taken), (output.out_array, place)
+            except (IndexError, ValueError):
+                raise statuses.invalid_argument(
+                    f"a remap plan maps devices {list(given.device_list.device_ids)} of array {given.in_array} to "
+                    f"result {output.out_array}"
+                ).error() from None
+
+
+def _declare_tiling(shards: list[tuple[Array, int]], target: Array) -> None:
+    """Say what each shard of the target holds, if its sharding does not: when all are of one array of the same
+    shape, each device holds what it held."""
+    source = shards[0][0]
+    tiling = source.sharding.tiling
+    if target.sharding.tiling is not None or tiling is None or source.shape != target.shape:
+        return
+    if all(other is source for other, _ in shards):
+        order = tuple(tiling.tile_of_device[index] for _, index in shards) if tiling.tiles else ()
+        target.sharding = shardings.declare_tiling(target.sharding, Tiling(tiling.tiles, order, tiling.partial))
 
 
 def _results(session: Session, request: Any, specs: Any, response: Any) -> list[Array]:
@@ -298,10 +332,7 @@ def _moved(sharding: Sharding, devices: tuple[int, ...], memory_kind: str | None
     kind = memory_kind if memory_kind is not None else sharding.memory_kind
     if len(devices) == 1:
         return _single_device(devices[0], kind)
-    marker = f"moved to {devices} {kind}".encode()  # so that it equals no sharding with other devices
-    return dataclasses.replace(
-        sharding, devices=devices, memory_kind=kind, data=sharding.data + marker, _shapes={}, _domains={}
-    )
+    return shardings.move(sharding, devices, kind)
 
 
 def copy_to_host_buffer(session: Session, request: Any, response: Any, later: Later) -> Any:

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ridgeway import processes
 from ridgeway import settings as runtime_settings
-from ridgeway.cluster import processes
 from ridgeway.cluster.connections import Connections
 from ridgeway.cluster.control import Control
 from ridgeway.cluster.rendezvous import Rendezvous, RendezvousError
@@ -99,6 +99,7 @@ class Head:
         if not self.stop_reason:
             self.stop_reason = reason
             self.events.emit("cluster_stopping", reason=reason)
+            self.manager.stopping = True
         self._stopping.set()
 
     async def run(self) -> None:

@@ -20,12 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ridgeway import processes
 from ridgeway.settings import Settings, load_settings
 from ridgeway.transport.authentication import AuthenticationError
 from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed, StreamLink, open_link
 from ridgeway.worker import agent_core as core
-from ridgeway.worker import process, template
+from ridgeway.worker import template
 from ridgeway.worker.process_identity import hello_versions
 
 DEFAULT_CONNECT_TIMEOUT_SECONDS = 60.0
@@ -59,8 +60,8 @@ class AgentProcess:
         loop = asyncio.get_running_loop()
         self._exit_code = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._handle, core.StopRequested(process.signal_name(number)))
-        self._adopts = process.adopt_orphans()
+            loop.add_signal_handler(number, self._handle, core.StopRequested(processes.signal_name(number)))
+        self._adopts = processes.adopt_orphans()
         self._spawn(self._tick())
         self._handle(core.Started())
         try:
@@ -96,7 +97,7 @@ class AgentProcess:
                     request = {"fork": role, "id": number, "arguments": arguments}
                     self._template_writer.write(json.dumps(request).encode() + b"\n")
             case core.SignalChild(pid, number):
-                process.send_signal(pid, number)
+                processes.send_signal(pid, number)
             case core.SignalSelf(number):
                 os.kill(os.getpid(), number)
             case core.Exit(code):
@@ -129,7 +130,7 @@ class AgentProcess:
             await asyncio.sleep(max(0.02, min(TICK_SECONDS, interval / 2)))
             self._handle(core.Tick())
             if self._adopts:
-                process.reap_adopted(self._template.pid if self._template is not None else None)
+                processes.reap_adopted(self._template.pid if self._template is not None else None)
 
     # ---- the head
 
@@ -175,7 +176,7 @@ class AgentProcess:
 
     def _signal_template(self, number: int) -> None:
         if self._template is not None and self._template.returncode is None:
-            process.send_signal(self._template.pid, number)
+            processes.send_signal(self._template.pid, number)
 
     async def _run_template(self) -> None:
         """One template from start to end. What the imports write to stderr is kept for the message when it

@@ -10,6 +10,7 @@ import dataclasses
 import signal
 from typing import Any
 
+from ridgeway.processes import describe_exit, signal_name
 from ridgeway.settings import Settings
 from ridgeway.worker.agent_events import (
     ChildExited,
@@ -41,7 +42,6 @@ from ridgeway.worker.agent_events import (
     Tick,
     Welcomed,
 )
-from ridgeway.worker.process import describe_exit, signal_name
 
 #: Seconds between two attempts to reach a head.
 RECONNECT_DELAY_SECONDS = 0.5

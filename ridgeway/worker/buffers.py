@@ -10,6 +10,7 @@ Shards that were drained from an ended generation stay host shards until somethi
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ from ridgeway.worker.device_runtime import (
     memory_kind_of,
     shards_of,
 )
+
+LOST_PEERS_KEPT = 4096
+"""An order that names a lost executor is at most as old as the queue of orders."""
 
 
 class HostShard:
@@ -115,15 +119,18 @@ class PromiseTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._promises: dict[int, Promise] = {}
+        self._lost_peers: OrderedDict[int, Status] = OrderedDict()
 
     def claim(self, token: int, source: int | None) -> Promise:
         """The promise for a token, by the one order that names it."""
         with self._lock:
-            promise = self._promises.get(token)
-            if promise is None:
-                promise = self._promises[token] = Promise()
-            elif promise.resolved:
-                del self._promises[token]
+            promise = self._promises.pop(token, None) or Promise()
+            lost = None if source is None else self._lost_peers.get(source)
+            if lost is not None:
+                # The news was faster than the order: nothing more comes.
+                promise.resolve(lost)
+            if not promise.resolved:
+                self._promises[token] = promise
             promise.claimed = True
             promise.source = source
             return promise
@@ -144,6 +151,9 @@ class PromiseTable:
     def peer_lost(self, source: int, status: Status) -> None:
         """What another executor was to send will never come."""
         with self._lock:
+            self._lost_peers[source] = status
+            if len(self._lost_peers) > LOST_PEERS_KEPT:
+                self._lost_peers.popitem(last=False)
             lost = [t for t, promise in self._promises.items() if promise.claimed and promise.source == source]
             promises = [self._promises.pop(token) for token in lost]
         for promise in promises:
@@ -295,7 +305,7 @@ class BufferStore:
                     if not _wait_until_ready(shard, gives_up):
                         runtime.left_behind.append(shard)
                         stuck += 1
-                        raise statuses.data_loss("it was being computed when its generation ended").error()
+                        raise RuntimeError("it was being computed when its generation was aborted")
                     shards[device] = HostShard(np.array(np.asarray(shard), copy=True), memory_kind_of(shard))
                 except Exception as error:
                     lost += 1

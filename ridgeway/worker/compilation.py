@@ -10,10 +10,7 @@ from typing import Any
 
 import numpy as np
 from jax._src.interpreters import mlir
-from jaxlib import (  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types for it
-    _jax,
-    xla_client,
-)
+from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 

@@ -25,10 +25,7 @@ from jax._src import array as jax_array
 from jax._src import core
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import SingleDeviceSharding
-from jaxlib import (  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types for it
-    _jax,
-    xla_client,
-)
+from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types
 
 from ridgeway.protocol.status import Status
 from ridgeway.worker.program_source import ProgramSource

@@ -5,6 +5,7 @@ sequence (abort, bytes for a promise) and queues the rest; the *order thread* ru
 waits for what it can start asynchronously; *waiters* wait for results and send replies.
 """
 
+import functools
 import gc
 import os
 import queue
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ridgeway import settings as runtime_settings
-from ridgeway.cluster.processes import memory_bytes
+from ridgeway.processes import memory_bytes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport import authentication, blocking_link
@@ -23,6 +24,7 @@ from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import buffers, device_runtime
 from ridgeway.worker.buffer_orders import BufferOrders
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
+from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.process_identity import hello_versions
 from ridgeway.worker.program_orders import ProgramOrders
 from ridgeway.worker.transfers import TransferClient, TransferServer
@@ -52,6 +54,8 @@ class Executor:
         )
         self.current_program = ""
         self._lock = threading.Lock()
+        self._missed_generation = 0
+        """the last one that could not be entered"""
         self._orders: queue.SimpleQueue[tuple[list[Any], list[bytearray]]] = queue.SimpleQueue()
         self._received = 0
         self._dispatched = 0
@@ -130,14 +134,19 @@ class Executor:
 
     def describe(self, error: BaseException, runtime: Runtime) -> Status:
         """The status of an exception that came from ``runtime``; the first cause wins over its consequences."""
+        given = error.status if isinstance(error, StatusError) else None
+        if given is not None and not (isinstance(given, GenerationFailure) and given.generation == runtime.generation):
+            return given
         if runtime.aborted is not None:
             return runtime.aborted
-        if isinstance(error, StatusError):
-            return error.status
         text = str(error)
-        if statuses.is_collective_failure(text):
-            return Status(Code.ABORTED, f"collective failed: {text[:500]}")
-        return statuses.classify_runtime_error(text)
+        if given is None and runtime.generation > 0 and statuses.is_collective_failure(text):
+            return GenerationFailure(Code.ABORTED, f"collective failed: {text[:500]}", runtime.generation)
+        return given or statuses.classify_runtime_error(text)
+
+    def not_entered(self, program: str) -> Status:
+        """The error of a program whose generation this executor could not enter."""
+        return GenerationFailure(Code.ABORTED, f"the generation of {program} does not stand", self._missed_generation)
 
     def execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
         """Tell the head, which must know when members of a generation disagree."""
@@ -207,7 +216,8 @@ class Executor:
         """Bring everything to host memory and go on alone."""
         old, waiters = self.runtime, self.waiters
         generation = old.generation
-        lost, stuck = self.store.drain(old, lambda error: self.describe(error, old), self._gives_up(old))
+        describe = functools.partial(self.describe, runtime=old)
+        lost, stuck = self.store.drain(old, describe, self._gives_up(old))
         self._completed_before += waiters.completed
         if stuck or (old.aborted is not None and waiters.outstanding and self._still_waiting(waiters, old)):
             assert old.aborted is not None
@@ -220,7 +230,7 @@ class Executor:
         with self._lock:
             self.runtime = runtime
         self.waiters = self._new_waiters(runtime)
-        del old, waiters
+        del old, waiters, describe
         gc.collect()  # clients and devices refer to each other: without this, sockets and threads of the old one stay
         if lost:
             print(f"leaving generation {generation}: {lost} shards lost, {stuck} of them never computed", flush=True)
@@ -273,6 +283,7 @@ class Executor:
             with self._lock:
                 self._entering = None
                 self._services.pop(generation, None)
+            self._missed_generation = generation
             status = entering.aborted or status
             self._tell(["error", request, int(status.code), status.message, True, generation])
             return
@@ -290,8 +301,9 @@ class Executor:
 
 
 def _error_fields(status: Status, runtime: Runtime) -> list[Any]:
-    collective = status.code is Code.ABORTED and runtime.generation > 0
-    return [int(status.code), status.message, collective, runtime.generation]
+    if isinstance(status, GenerationFailure) and status.generation > 0:
+        return [int(status.code), status.message, True, status.generation]
+    return [int(status.code), status.message, False, runtime.generation]
 
 
 def main(arguments: dict[str, Any]) -> int:

@@ -54,7 +54,7 @@ class ProgramOrders:
             if runtime.aborted is not None and len(source.devices) > len(local):
                 raise runtime.aborted.error()
             if not runtime.has_devices(source.devices):
-                raise Status(Code.ABORTED, f"the generation of {source.name} does not stand").error()
+                raise executor.not_entered(source.name).error()
             loaded = runtime.load(source)
             arrays = [self._argument(a, i, loaded, runtime) for i, a in enumerate(arguments)]
             for index in kept:

@@ -28,7 +28,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ridgeway.worker import process
+from ridgeway import processes
 
 #: Role of a child -> the module whose ``main(arguments: dict) -> int`` it runs.
 DEFAULT_ENTRY_MODULES = {"executor": "ridgeway.worker.executor", "compiler": "ridgeway.worker.compiler"}
@@ -123,7 +123,7 @@ class Template:
         """In the child: let go of everything of the template's, then run the entry point and end."""
         code = 1
         try:
-            process.die_with_parent(self._pid)
+            processes.die_with_parent(self._pid)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--preload", default=DEFAULT_PRELOAD, help="modules, with commas, imported first")
     parser.add_argument("--entry-module", action="append", default=[], help="ROLE=MODULE")
     arguments = parser.parse_args(argv)
-    process.die_with_parent(arguments.parent_pid)
+    processes.die_with_parent(arguments.parent_pid)
     # The agent decides; a Ctrl-C in its terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=arguments.control_descriptor)

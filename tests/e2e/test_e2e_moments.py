@@ -3,6 +3,7 @@
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import e2e_harness as harness
@@ -25,6 +26,10 @@ say("compiling")
 compiled = lowered.compile()
 result = float(compiled(square).sum())
 """
+
+
+#: Less than the trainer's state, more than anything else that its recovery puts on devices.
+STATE_BYTES = 100_000
 
 
 def compilers(cluster: Cluster) -> dict[tuple[int, int], psutil.Process]:
@@ -74,16 +79,15 @@ def test_a_training_killed_at_every_bad_moment(
     cluster.wait_whole()
     since = cluster.now()
     run = cluster.train(tmp_path / "checkpoints", *TRAINING)
-    # The first compilation of the training itself, before there is anything to restore.
-    cluster.wait_event(since, "session_started")
-    until(lambda: cluster.events(since, "compiled"), run.describe)
+    # The training's own first program is compiled, the step not yet; there is nothing to restore.
+    until(lambda: cluster.events(since, "compiled", devices=6), run.describe)
     cluster.kill_worker(0)
     run.says(rf"^step {TRAINING_SAFE_STEP} loss", "stdout")
     cluster.wait_whole()
     restoring = cluster.now()
     cluster.kill_worker(2)
-    # The state is being put on the devices again.
-    until(lambda: len(cluster.events(restoring, "arrays_made")) >= 2, run.describe)
+    # Far more than a probe of a slice: the state is being put on the devices again.
+    until(lambda: any(e["bytes"] > STATE_BYTES for e in cluster.events(restoring, "arrays_made")), run.describe)
     again = cluster.now()
     cluster.kill_worker(1)
     # And while the replacement is on its way.
@@ -91,10 +95,10 @@ def test_a_training_killed_at_every_bad_moment(
     cluster.kill_executor(0)
     assert run.wait() == 0, run.describe()
     assert losses(run.output) == native_losses
-    lost = [(event["slice"], event["executor_only"]) for event in cluster.events(since, "host_lost")]
-    assert {(0, True), (1, False), (2, False)} <= {*lost, (1, False), (2, False)}
-    assert len(lost) >= 4
-    assert int(re.findall(r"restored step (\d+)", run.output)[-1]) >= 0
+    lost = Counter(event["slice"] for event in cluster.events(since, "host_lost"))
+    assert lost >= Counter({0: 2, 1: 1, 2: 1}), lost
+    assert len(cluster.events(since, "error_raised")) >= 2
+    assert "restored step" in run.output
 
 
 @pytest.mark.maxtext

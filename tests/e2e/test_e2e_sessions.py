@@ -38,7 +38,7 @@ ballast = [
         )
         [session] = cluster.status()["sessions"]
         assert session["arrays"] >= 6 and session["executables"] >= 1
-        controller.start("say('now'); result = float(mix(values, 5000)[0, 0])")
+        controller.start("say('now'); result = float(mix(values, 300)[0, 0])")
         assert controller.hear() == "now"
         os.kill(controller.pid, signal.SIGKILL)
         cluster.wait_sessions(0)
@@ -78,7 +78,7 @@ result = [float(values.sum()), float(mine.sum())]
 """)
         assert controller.hear() == "stepping"
         assert other.run("result = float(mine.sum())") == 2 * sum(range(192))
-        other.start("say('now'); result = float(mix(mine, 5000).sum())")
+        other.start("say('now'); result = float(mix(mine, 300).sum())")
         assert other.hear() == "now"
         os.kill(other.pid, signal.SIGKILL)
         cluster.wait_sessions(1)

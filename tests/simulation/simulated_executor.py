@@ -1,6 +1,7 @@
 """An executor process: obeys orders as `ridgeway.worker.executor` does, with numbers in the place of arrays."""
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,13 @@ def mix(program: str, values: list[int]) -> int:
     for value in values:
         result = (result * 1_000_003 + value) % (1 << 62)
     return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GenerationFailure(Status):
+    """As `ridgeway.worker.failures.GenerationFailure`, which would bring jax along."""
+
+    generation: int = 0
 
 
 class Pending:
@@ -145,6 +153,8 @@ class SimulatedExecutor(Process):
         self.cancelled: dict[int, Status] = {}
         self.entering: tuple[int, asyncio.Future[bool]] | None = None
         self.welcomed = False
+        self.missed_generation = 0
+        self.lost_peers: dict[int, Status] = {}
         self.abandoned = 0
         self._orders: asyncio.Queue[tuple[list[Any], list[bytes]]] = asyncio.Queue()
         self._received = 0
@@ -219,11 +229,19 @@ class SimulatedExecutor(Process):
     # ---- errors
 
     def describe(self, status: Status, runtime: Runtime) -> Status:
-        return runtime.aborted or status
+        """For a value that was an error before."""
+        if isinstance(status, GenerationFailure) and status.generation == runtime.generation:
+            return runtime.aborted or status
+        return status
+
+    def _broken(self, runtime: Runtime) -> Status:
+        """For what a collective itself ended in."""
+        return runtime.aborted or GenerationFailure(BROKEN.code, BROKEN.message, runtime.generation)
 
     def _error_fields(self, status: Status, runtime: Runtime) -> list[Any]:
-        collective = status.code is Code.ABORTED and runtime.generation > 0
-        return [int(status.code), status.message, collective, runtime.generation]
+        if isinstance(status, GenerationFailure) and status.generation > 0:
+            return [int(status.code), status.message, True, status.generation]
+        return [int(status.code), status.message, False, runtime.generation]
 
     def _reply_error(self, request: int, status: Status, runtime: Runtime) -> None:
         self.send(["error", request, *self._error_fields(status, runtime)])
@@ -239,6 +257,8 @@ class SimulatedExecutor(Process):
     def _claim(self, token: int, source: int | None) -> Promise:
         promise = self._promise(token)
         promise.claimed, promise.source = True, source
+        if source in self.lost_peers:
+            promise.resolve(self.lost_peers[source])
         if promise.value is not None:
             del self.promises[token]
         return promise
@@ -256,6 +276,7 @@ class SimulatedExecutor(Process):
         self.resolve_promise(token, Status(Code(code), message))
 
     def _aside_peer_lost(self, executor: int, code: int, message: str, attached: list[bytes]) -> None:
+        self.lost_peers[executor] = Status(Code(code), message)
         for token, promise in list(self.promises.items()):
             if promise.claimed and promise.source == executor:
                 self.resolve_promise(token, Status(Code(code), message))
@@ -331,10 +352,7 @@ class SimulatedExecutor(Process):
         for group in self.store.values():
             for device, shard in group.items():
                 if isinstance(shard, Execution) and shard.runtime is old:
-                    value = shard.value
-                    if value is None:
-                        value = statuses.data_loss("it was being computed when its generation ended")
-                    group[device] = self.describe(value, old) if isinstance(value, Status) else value
+                    group[device] = self._broken(old) if shard.value is None else self._value_of(shard)
         self._completed_before += waiters.completed
         if stuck:
             assert old.aborted is not None
@@ -374,6 +392,8 @@ class SimulatedExecutor(Process):
                 raise cancelled.error()
             xla = self.cluster.rendezvous.worlds.get(port)
             if xla is None or xla.generation == -1:
+                # Connecting cannot be broken off.
+                self.machine.touched = "its service is dead"
                 await asyncio.sleep(timeout)
                 raise statuses.deadline_exceeded("the key-value service does not answer").error()
             meeting = xla.arrive(self, generation, rank, len(first_devices))
@@ -390,6 +410,7 @@ class SimulatedExecutor(Process):
             self.services.pop(generation, None)
             if xla is not None:
                 xla.detach(self)
+            self.missed_generation = generation
             status = self.cancelled.get(generation, error.status)
             self.send(["error", request, int(status.code), status.message, True, generation])
             return
@@ -432,7 +453,8 @@ class SimulatedExecutor(Process):
             if runtime.aborted is not None and len(source.devices) > len(local):
                 raise runtime.aborted.error()
             if not all(device in runtime.rank_of for device in source.devices):
-                raise Status(Code.ABORTED, f"the generation of {source.name} does not stand").error()
+                text = f"the generation of {source.name} does not stand"
+                raise GenerationFailure(Code.ABORTED, text, self.missed_generation).error()
             for index, argument in enumerate(arguments):
                 group_of = dict.fromkeys(local, argument) if type(argument) is int else dict(argument)
                 for device in local:
@@ -466,8 +488,8 @@ class SimulatedExecutor(Process):
 
         def done() -> None:
             waiters.completed += 1
-            value = work.value
-            finish(None, self.describe(value, runtime) if isinstance(value, Status) else None)
+            value = self._value_of(work)
+            finish(None, value if isinstance(value, Status) else None)
 
         work.when_done(done)
         runtime.queue.append(work)
@@ -475,10 +497,7 @@ class SimulatedExecutor(Process):
             self._start(work)
 
     async def _shard(self, group: int, device: int) -> "int | Pending":
-        shards = self.store.get(group)
-        if shards is None:
-            self.world.violation(f"buffer group {group} is not on {self.name}")
-            raise AssertionError
+        shards = self._group(group)
         shard = shards[device]
         if isinstance(shard, Promise):
             if shard.value is None:
@@ -507,7 +526,7 @@ class SimulatedExecutor(Process):
         runtime, program = work.runtime, work.program
         clique = tuple(sorted({runtime.rank_of[device] for device in program.devices}))
         if error is not None:
-            self._finished(work, error)
+            self._finished(work, self.describe(error, runtime))
             return
         local = [device for device in program.devices if device in runtime.local]
         numbers = [value for value in values if isinstance(value, int)]
@@ -547,48 +566,53 @@ class SimulatedExecutor(Process):
                 shards[device] = value
         self.store[group] = shards
 
-    async def _order_copy(
+    def _value_of(self, work: Execution) -> int | Status:
+        """What an execution gave, told as this executor would tell it now."""
+        if work.value is BROKEN:
+            return self._broken(work.runtime)
+        assert work.value is not None
+        return self.describe(work.value, work.runtime) if isinstance(work.value, Status) else work.value
+
+    def _read(self, group: int, device: int, deliver: Callable[[Any, Status | None], None]) -> None:
+        """Deliver a shard's bytes when they are known, whatever the next orders do to the shard."""
+        shard = self._group(group)[device]
+        if isinstance(shard, Execution):
+            work, finish = shard, self.waiters.register(deliver)
+            work.when_done(lambda: _deliver(self._value_of(work), finish))
+        elif isinstance(shard, Pending):
+            promise = shard
+            promise.when_done(lambda: _deliver(promise.value, deliver))
+        else:
+            _deliver(shard, deliver)
+
+    def _group(self, number: int) -> dict[int, Shard]:
+        group = self.store.get(number)
+        if group is None:
+            self.world.violation(f"buffer group {number} is not on {self.name}")
+            raise AssertionError
+        return group
+
+    def _order_copy(
         self, group: int, memory_kind: Any, copies: list[Any], assemblies: list[Any], attached: list[bytes]
     ) -> None:
         shards: dict[int, Shard] = {}
         for target, source_group, source_device in copies:
-            shards[target] = await self._here(source_group, source_device)
+            shards[target] = self._group(source_group)[source_device]
         for devices, _, _, ((_, _, source_group, source_device, token, source_executor),) in assemblies:
             if token is not None:
-                shard: Shard = self._claim(token, source_executor)
+                promise = self._claim(token, source_executor)
             else:
-                shard = await self._here(source_group, source_device)
-            for device in devices:
-                shards[device] = shard
+                promise = Promise()
+                self._read(source_group, source_device, _resolver(promise))
+            shards |= dict.fromkeys(devices, promise)
         self.store[group] = shards
 
-    async def _here(self, group: int, device: int) -> Shard:
-        try:
-            return await self._shard(group, device)
-        except statuses.StatusError as error:
-            return self.describe(error.status, self.runtime)
-
-    async def _order_send(self, group: int, device: int, targets: list[Any], attached: list[bytes]) -> None:
-        runtime = self.runtime
-        try:
-            shard: int | Status | Pending = await self._shard(group, device)
-        except statuses.StatusError as error:
-            shard = self.describe(error.status, runtime)
-        finish = self.waiters.register(lambda value, error: self._push(error if error is not None else value, targets))
-        self._when_computed(shard, runtime, finish)
-
-    def _when_computed(
-        self, shard: "int | Status | Pending", runtime: Runtime, finish: Callable[[Any, Status | None], None]
-    ) -> None:
-        if isinstance(shard, Pending):
-            pending = shard
-            pending.when_done(lambda: self._when_computed(pending.value or 0, runtime, finish))
-        elif isinstance(shard, Status):
-            finish(None, self.describe(shard, runtime))
-        else:
-            finish(shard, None)
+    def _order_send(self, group: int, device: int, targets: list[Any], attached: list[bytes]) -> None:
+        self._read(group, device, lambda value, error: self._push(error if error is not None else value, targets))
 
     def _push(self, value: int | Status, targets: list[Any]) -> None:
+        if isinstance(value, Status) and value.code is Code.ABORTED:
+            value = statuses.data_loss(value.message)
         for token, _, port, executor, _ in targets:
             delay = self.world.random.uniform(0.001, 0.02)
             self.after(delay, self._deliver, value, token, port, executor, self.world.now)
@@ -603,13 +627,8 @@ class SimulatedExecutor(Process):
             failed = statuses.data_loss(f"bytes could not be sent to 10.0.0.1:{port}")
             self.send(["transfer_failed", token, int(failed.code), failed.message, executor])
 
-    async def _order_fetch(self, request: int, group: int, device: int, strides: Any, attached: list[bytes]) -> None:
+    def _order_fetch(self, request: int, group: int, device: int, strides: Any, attached: list[bytes]) -> None:
         runtime = self.runtime
-        try:
-            shard = await self._shard(group, device)
-        except statuses.StatusError as error:
-            self._reply_error(request, self.describe(error.status, runtime), runtime)
-            return
 
         def deliver(value: Any, error: Status | None) -> None:
             if error is not None:
@@ -617,46 +636,38 @@ class SimulatedExecutor(Process):
             else:
                 self.send(["reply", request], (value.to_bytes(8, "little"),))
 
-        self._when_computed(shard, runtime, self.waiters.register(deliver))
+        self._read(group, device, deliver)
 
-    async def _order_ready(self, request: int, groups: list[int], attached: list[bytes]) -> None:
+    def _order_ready(self, request: int, groups: list[int], attached: list[bytes]) -> None:
         runtime = self.runtime
-        shards: list[int | Pending] = []
-        try:
-            for number in groups:
-                group = self.store[number]
-                if all(isinstance(shard, Execution) for shard in group.values()):
-                    shards += [shard for shard in group.values() if isinstance(shard, Execution)]
-                else:
-                    for device in list(group):
-                        shards.append(await self._shard(number, device))
-        except statuses.StatusError as error:
-            self._reply_error(request, self.describe(error.status, runtime), runtime)
-            return
+        shards = [(number, device) for number in groups for device in self._group(number)]
 
-        def deliver(_: Any, error: Status | None) -> None:
+        left = len(shards)
+
+        def arrived(_: Any, error: Status | None) -> None:
+            nonlocal left
+            if left <= 0:
+                return
+            left = 0 if error is not None else left - 1
             if error is not None:
                 self._reply_error(request, error, runtime)
-            else:
+            elif left == 0:
                 self.send(["reply", request])
 
-        finish = self.waiters.register(deliver)
-        self._when_all_computed(shards, runtime, finish)
+        for number, device in shards:
+            self._read(number, device, arrived)
 
-    def _when_all_computed(
-        self, shards: "list[int | Pending]", runtime: Runtime, finish: Callable[[Any, Status | None], None]
-    ) -> None:
-        while shards:
-            first = shards[0]
-            value = first.value if isinstance(first, Pending) else first
-            if isinstance(first, Pending) and value is None:
-                first.when_done(lambda: self._when_all_computed(shards, runtime, finish))
-                return
-            if isinstance(value, Status):
-                finish(None, self.describe(value, runtime))
-                return
-            shards.pop(0)
-        finish(None, None)
+
+def _deliver(value: int | Status | None, deliver: Callable[[Any, Status | None], None]) -> None:
+    assert value is not None
+    if isinstance(value, Status):
+        deliver(None, value)
+    else:
+        deliver(value, None)
+
+
+def _resolver(promise: Promise) -> Callable[[Any, Status | None], None]:
+    return lambda value, error: promise.resolve(value if error is None else error)
 
 
 def _fail(arrived: "asyncio.Future[bool]") -> None:

@@ -1,4 +1,4 @@
-"""What the system is asked about processes: dying with the parent, adopting orphans, naming an exit.
+"""What the system is asked about processes: dying with the parent, adopting orphans, memory, naming an exit.
 
 Linux only where said so; elsewhere those functions do nothing and say that they did nothing.
 """
@@ -88,3 +88,12 @@ def reap_adopted(own_child: int | None) -> list[int]:
         except ChildProcessError:
             return ended
         ended.append(found.si_pid)
+
+
+def memory_bytes(pid: int) -> int:
+    """Resident memory of a process; 0 if it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
