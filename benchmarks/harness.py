@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 #: More than the native runner takes to end its processes after SIGTERM.
 STOP_SECONDS = 10.0
+#: Characters of a table's line where the output is no terminal.
+WIDTH = 110
 
 
 class BenchmarkError(Exception):
@@ -192,16 +194,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, extremes and all values, rounded to a tenth of a millisecond."""
+def spread(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
+    """Median, extremes and all values (seconds), rounded to so many digits."""
     if not values:
         return {"count": 0, "median": None, "minimum": None, "maximum": None, "all": []}
     return {
         "count": len(values),
-        "median": round(statistics.median(values), 4),
-        "minimum": round(min(values), 4),
-        "maximum": round(max(values), 4),
-        "all": [round(value, 4) for value in values],
+        "median": round(statistics.median(values), digits),
+        "minimum": round(min(values), digits),
+        "maximum": round(max(values), digits),
+        "all": [round(value, digits) for value in values],
     }
 
 
@@ -216,6 +218,12 @@ def write(result: dict[str, Any], output: Path) -> None:
         output.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     except OSError as error:
         raise BenchmarkError(f"cannot write {output}: {error.strerror or error}") from None
+
+
+def console() -> Console:
+    """Standard output, wide enough for the tables also where it is a file."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -206,7 +206,7 @@ async def benchmark(kills: int, standbys: int, with_native: bool, output: Path, 
     }
     result["native_to_ridgeway"] = {name: round(base / median, 2) for name, median in medians.items()} if base else None
     harness.write(result, output)
-    show(result, Console())
+    show(result, harness.console())
     say(f"written to {output}")
 
 

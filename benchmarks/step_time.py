@@ -141,7 +141,7 @@ class Benchmark:
             found[name] = json.loads(text)["seconds"]
         return {
             name: {
-                **{side: harness.spread(found[side][name]) for side in ("ridgeway", "native")},
+                **{side: harness.spread(found[side][name], digits=7) for side in ("ridgeway", "native")},
                 "ratio": round(
                     statistics.median(found["ridgeway"][name]) / statistics.median(found["native"][name]), 2
                 ),
@@ -214,7 +214,7 @@ async def benchmark(
             if only in (None, "maxtext"):
                 result["maxtext"] = await runs.pairs("MaxText", pairs, runs.maxtext, runs.native_maxtext)
     harness.write(result, output)
-    show(result, Console())
+    show(result, harness.console())
     say(f"written to {output}")
 
 

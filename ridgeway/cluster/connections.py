@@ -207,8 +207,11 @@ class Connections:
                     manager.clock(), executor.number, dispatched, completed, outstanding, behind
                 )
             case "execution_failed":
-                _, execution, code, text, _collective, generation = message
-                manager.execution_failed(executor, execution, Status(Code(code), text), generation)
+                _, execution, generation, code, text, collective, failed_generation = message
+                status = Status(Code(code), text)
+                if collective:
+                    status = manager.cause_of(failed_generation) or status
+                manager.execution_failed(executor, execution, status, generation)
             case "transfer_failed":
                 _, token, code, text, target = message
                 receiver = manager.executors.get(target)

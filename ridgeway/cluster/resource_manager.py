@@ -156,8 +156,12 @@ class ResourceManager:
             if len(self._execution_members) > EXECUTIONS_KEPT:
                 self._execution_members.popitem(last=False)
 
+    def cause_of(self, generation: int) -> Status | None:
+        """Why a generation ended, if that is known."""
+        return self._causes.get(generation)
+
     def execution_failed(self, executor: ExecutorLink, execution: int, status: Status, generation: int) -> None:
-        """A member could not start or finish an execution."""
+        """A member could not start or finish an execution in the generation that it is in."""
         members = self._execution_members.get(execution)
         if members is None or generation in self._causes or generation == 0:
             return

@@ -17,6 +17,9 @@ from ridgeway.worker.agent_core import EXIT_NO_TEMPLATE, EXIT_REFUSED
 Slot = tuple[int, int]
 """(slice, host)."""
 
+START_FAILURES_LIMIT = 3
+"""A worker that was never ready and ended by itself so often in a row will not start this time either."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
@@ -371,7 +374,11 @@ class Supervision:
             return [*effects, Say(f"{what}; a standby has taken its place ({self._count(slice_index)})")]
         state.failures = 0 if launch.ready else state.failures + 1
         # A refusal may be a race for the slot; a second one is not, nor are imports that fail.
-        hopeless = exit_code == EXIT_NO_TEMPLATE or (exit_code == EXIT_REFUSED and state.failures > 1)
+        hopeless = (
+            exit_code == EXIT_NO_TEMPLATE
+            or (exit_code == EXIT_REFUSED and state.failures > 1)
+            or (exit_code > 0 and state.failures >= START_FAILURES_LIMIT)
+        )
         if hopeless and slot not in self._was_ready:
             return [*effects, CannotStart(launch_id, slot, what)]
         delay = self.options.replacement_delay_seconds + self._backoff(state.failures)

@@ -112,9 +112,6 @@ class BufferOrders:
 
     def _push(self, data: np.ndarray | None, error: Status | None, targets: list[Any]) -> None:
         transfers = self._executor.transfers
-        if error is not None and error.code is Code.ABORTED:
-            # The receiver is perhaps no member of the generation whose end this is: what ended it is not known there.
-            error = statuses.data_loss(error.message)
         for token, host, port, target, taken in targets:
 
             def failed(broken: OSError, token: int = token, host: str = host, target: int = target) -> None:

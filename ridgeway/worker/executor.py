@@ -150,7 +150,7 @@ class Executor:
 
     def execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
         """Tell the head, which must know when members of a generation disagree."""
-        self._tell(["execution_failed", execution, *_error_fields(status, runtime)])
+        self._tell(["execution_failed", execution, runtime.generation, *_error_fields(status, runtime)])
 
     def reply(self, request: int, *fields: Any, attached: tuple[bytes, ...] = ()) -> None:
         """Answer a request."""

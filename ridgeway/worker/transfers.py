@@ -1,7 +1,8 @@
 """Bytes from executor to executor, never through the head.
 
 Every executor listens on a transfer port; the sender connects (authenticated like every link), keeps the connection,
-and pushes ``["push", token, dtype kind, shape]`` with one buffer, or ``["failed", token, code, message]``.
+and pushes ``["push", token, dtype kind, shape]`` with one buffer, or
+``["failed", token, code, message, generation]``: the generation whose end it is (see `failures`), or 0.
 """
 
 import queue
@@ -20,6 +21,7 @@ from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import device_runtime
 from ridgeway.worker.buffers import PromiseTable
+from ridgeway.worker.failures import GenerationFailure
 
 BACKLOG = 64
 IDLE_SECONDS = 60.0
@@ -53,8 +55,11 @@ class TransferServer:
                     data = np.frombuffer(buffers[0], dtype=dtypes.dtype_of_kind(kind)).reshape(shape)
                     self._promises.resolve(token, data)
                 elif message[0] == "failed":
-                    _, token, code, text = message
-                    self._promises.resolve(token, Status(Code(code), text))
+                    _, token, code, text, generation = message
+                    status = Status(Code(code), text)
+                    if generation:
+                        status = GenerationFailure(Code(code), text, generation)
+                    self._promises.resolve(token, status)
         except (authentication.AuthenticationError, LinkClosed, FrameError):
             pass
         finally:
@@ -86,7 +91,8 @@ class TransferClient:
 
     def fail(self, host: str, port: int, token: int, status: Status, failed: Failed) -> None:
         """Say that a shard will not come."""
-        self._enqueue(host, port, ["failed", token, int(status.code), status.message], [], failed)
+        generation = status.generation if isinstance(status, GenerationFailure) else 0
+        self._enqueue(host, port, ["failed", token, int(status.code), status.message, generation], [], failed)
 
     def _enqueue(self, host: str, port: int, message: list[Any], arrays: list[np.ndarray], failed: Failed) -> None:
         address = (host, port)

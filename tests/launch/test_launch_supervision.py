@@ -355,7 +355,7 @@ def test_a_slice_given_up_takes_no_standby():
     assert len(cluster.standbys()) == 1
 
 
-@pytest.mark.parametrize(("code", "deaths"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("code", "deaths"), [(4, 1), (2, 2), (1, 3)])
 def test_a_mistake_that_no_replacement_mends(code, deaths):
     cluster = Cluster()
     cluster.join(cluster.at((1, 0))[0])
@@ -407,7 +407,9 @@ def test_whatever_happens_every_slice_gets_its_workers_back(seed):
             launch_id = rng.choice(sorted(cluster.running))
             fault = rng.random()
             if fault < 0.6:
-                cluster.exit(launch_id, rng.choice([KILLED, 1, 3, -11]))
+                # A worker that ends by itself again and again before its slot was ever ready ends the start.
+                started = set(cluster.policy.slots) <= cluster.policy._was_ready
+                cluster.exit(launch_id, rng.choice([KILLED, 1, 3, -11] if started else [KILLED, -11]))
             elif launch_id in cluster.incarnations:
                 cluster.lose(launch_id, silent=fault < 0.8)
         head(everything=False)

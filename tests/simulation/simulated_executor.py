@@ -247,7 +247,7 @@ class SimulatedExecutor(Process):
         self.send(["error", request, *self._error_fields(status, runtime)])
 
     def _execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
-        self.send(["execution_failed", execution, *self._error_fields(status, runtime)])
+        self.send(["execution_failed", execution, runtime.generation, *self._error_fields(status, runtime)])
 
     # ---- outside the sequence
 
@@ -611,8 +611,6 @@ class SimulatedExecutor(Process):
         self._read(group, device, lambda value, error: self._push(error if error is not None else value, targets))
 
     def _push(self, value: int | Status, targets: list[Any]) -> None:
-        if isinstance(value, Status) and value.code is Code.ABORTED:
-            value = statuses.data_loss(value.message)
         for token, _, port, executor, _ in targets:
             delay = self.world.random.uniform(0.001, 0.02)
             self.after(delay, self._deliver, value, token, port, executor, self.world.now)
