@@ -193,6 +193,7 @@ class Connections:
             case "error":
                 _, request, code, text, collective, generation = message
                 manager.settle(
+                    executor.place,
                     Status(Code(code), text),
                     collective,
                     generation,

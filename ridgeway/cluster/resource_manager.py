@@ -4,6 +4,7 @@ Lives in the head's event loop; every method returns at once.  The proxy asks it
 devices, has it form generations, and is told about losses.
 """
 
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -28,6 +29,17 @@ TICK_SECONDS = 0.05
 _PART_OF_STOPPING = frozenset({"host_lost", "slice_lost", "standby_lost", "host_joining"})
 
 Emit = Callable[..., Any]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Settling:
+    """A collective's error that waits for its cause."""
+
+    deadline: float
+    generation: int
+    place: str
+    status: Status
+    deliver: Callable[[Status], None]
 
 
 class ResourceManager:
@@ -76,7 +88,7 @@ class ResourceManager:
         self._waiting_for_service: list[int] = []
         self._generation_started: dict[int, float] = {}
         self._causes: OrderedDict[int, Status] = OrderedDict()
-        self._settling: list[tuple[float, int, Status, Callable[[Status], None]]] = []
+        self._settling: list[_Settling] = []
         self._execution_members: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._disagreements: dict[int, tuple[float, int, set[int], Status]] = {}
 
@@ -171,9 +183,11 @@ class ResourceManager:
             self._disagreements[execution] = entry
         entry[2].add(executor.number)
 
-    def settle(self, status: Status, collective: bool, generation: int, deliver: Callable[[Status], None]) -> None:
-        """Deliver an executor's error, or the loss behind it: a collective's own error waits until it is known why
-        its generation ended."""
+    def settle(
+        self, place: str, status: Status, collective: bool, generation: int, deliver: Callable[[Status], None]
+    ) -> None:
+        """Deliver the error of an executor at ``place``, or the loss behind it: a collective's own error waits until
+        it is known why its generation ended."""
         if not collective:
             deliver(status)
             return
@@ -181,11 +195,12 @@ class ResourceManager:
         if cause is not None:
             deliver(cause)
             return
-        self._settling.append((self.clock() + self.settings.membership_settle_seconds, generation, status, deliver))
+        deadline = self.clock() + self.settings.membership_settle_seconds
+        self._settling.append(_Settling(deadline, generation, place, status, deliver))
 
     def _abort_for(self, generation: int, executor_place: str, status: Status) -> None:
-        if status.code is statuses.Code.ABORTED:
-            status = statuses.data_loss(f"generation {generation} ended at {executor_place}: {status.message}")
+        code = statuses.Code.DATA_LOSS if status.code is statuses.Code.ABORTED else status.code
+        status = Status(code, f"generation {generation} ended at {executor_place}: {status.message}")
         self._causes.setdefault(generation, status)
         self._apply_generation(self.generations.failed(self.clock(), generation, status.message))
 
@@ -284,10 +299,10 @@ class ResourceManager:
                     self.emit("survivors_aborted", generation=generation, seconds=round(self.clock() - started, 4))
 
             link.request("leave_generation", [generation], left)
-        settled = [entry for entry in self._settling if entry[1] == generation]
-        self._settling = [entry for entry in self._settling if entry[1] != generation]
-        for _, _, _, deliver in settled:
-            deliver(status)
+        settled = [entry for entry in self._settling if entry.generation == generation]
+        self._settling = [entry for entry in self._settling if entry.generation != generation]
+        for entry in settled:
+            entry.deliver(status)
 
     # ---- effects of membership
 
@@ -394,7 +409,8 @@ class ResourceManager:
         runs for others is put off."""
         self.membership.forgive(seconds)
         self.generations.forgive(seconds)
-        self._settling = [(entry[0] + seconds, entry[1], entry[2], entry[3]) for entry in self._settling]
+        for settling in self._settling:
+            settling.deadline += seconds
         self._disagreements = {
             execution: (entry[0] + seconds, entry[1], entry[2], entry[3])
             for execution, entry in self._disagreements.items()
@@ -424,15 +440,14 @@ class ResourceManager:
                 del self._disagreements[execution]
                 place = next((e.place for n in failed if (e := self.executors.get(n)) is not None), "a member")
                 self._abort_for(generation, place, status)
-        late = [entry for entry in self._settling if now >= entry[0]]
-        for entry in late:
-            if entry in self._settling:
-                self._abort_for(entry[1], "one of its members", entry[2])
-        # A generation that had ended before its cause was forgotten:
-        stale = [entry for entry in self._settling if now >= entry[0]]
-        self._settling = [entry for entry in self._settling if entry not in stale]
-        for _, generation, status, deliver in stale:
-            deliver(self._causes.get(generation, statuses.data_loss(status.message)))
+        for settling in [s for s in self._settling if now >= s.deadline]:
+            if settling in self._settling:
+                self._abort_for(settling.generation, settling.place, settling.status)
+        # Those of a generation that is no more; what ended it is forgotten.
+        stale = [settling for settling in self._settling if now >= settling.deadline]
+        self._settling = [settling for settling in self._settling if settling not in stale]
+        for settling in stale:
+            settling.deliver(self._causes.get(settling.generation, statuses.data_loss(settling.status.message)))
 
     # ---- names
 

@@ -84,7 +84,9 @@ class BufferOrders:
             shards |= dict.fromkeys(devices, buffers.PromisedShard(assembly.promise, _as_is, memory_kind))
         for (source_group, source_device), places in readers.items():
             self._read(source_group, source_device, _placer(places))
-        self._store.set(group, buffers.shard_group(shards, runtime))
+        made = buffers.shard_group(shards, runtime)
+        made.spans = any(self._store.spans(source_group) for _, source_group, _ in copies)
+        self._store.set(group, made)
 
     def bitcast(
         self, group: int, kind: int, memory_kind: str | None, parts: list[Any], attached: list[bytearray]
@@ -142,7 +144,7 @@ class BufferOrders:
                 executor.waiters.submit(lambda: data, deliver)
             else:
                 held = self._held(self._store.shard(group, device, runtime), device, runtime)
-                executor.waiters.submit(lambda: np.asarray(held), deliver)
+                executor.waiters.submit(lambda: np.asarray(held), deliver, self._store.spans(group))
         except Exception as error:
             deliver(None, executor.describe(error, runtime))
 
@@ -207,7 +209,7 @@ class BufferOrders:
             else:
                 _when_all(promised, lambda error: answer(None, error))
 
-        executor.waiters.submit(wait, computed)
+        executor.waiters.submit(wait, computed, any(self._store.spans(number) for number in groups))
 
 
 def _placer(places: list[tuple[Any, Any, Assembly]]) -> Deliver:

@@ -163,7 +163,7 @@ class PromiseTable:
 class Group:
     """The shards of one array on this executor."""
 
-    __slots__ = ("array", "array_local", "runtime", "shards")
+    __slots__ = ("array", "array_local", "runtime", "shards", "spans")
 
     def __init__(self) -> None:
         self.shards: dict[int, Any] | None = None
@@ -172,14 +172,17 @@ class Group:
         """a global array over ``array_local`` on ``runtime``, kept to pass on without building it again"""
         self.array_local: tuple[int, ...] = ()
         self.runtime: Runtime | None = None
+        self.spans = False
+        """computed by a program that spans several executors, or from something that is"""
 
 
-def result_group(array: Any, local: tuple[int, ...], runtime: Runtime) -> Group:
-    """A group from a program's result."""
+def result_group(array: Any, local: tuple[int, ...], runtime: Runtime, spans: bool) -> Group:
+    """A group from a program's result; ``spans``: of a program that spans several executors."""
     group = Group()
     group.array = array
     group.array_local = local
     group.runtime = runtime
+    group.spans = spans
     return group
 
 
@@ -210,6 +213,11 @@ class BufferStore:
     def poison(self, number: int, devices: tuple[int, ...], status: Status) -> None:
         """Bind an error to a group."""
         self._groups[number] = shard_group(dict.fromkeys(devices, status))
+
+    def spans(self, number: int) -> bool:
+        """Whether a group was computed, at the last, by executors together."""
+        group = self._groups.get(number)
+        return group is not None and group.spans
 
     def free(self, numbers: list[int]) -> None:
         """Forget groups."""
@@ -280,21 +288,23 @@ class BufferStore:
         return array
 
     def drain(
-        self, runtime: Runtime, describe: Callable[[BaseException], Status], gives_up: Callable[[], bool]
+        self, runtime: Runtime, describe: Callable[[BaseException], Status], gives_up: Callable[[bool], bool]
     ) -> tuple[int, int]:
         """Bring every shard that is on ``runtime`` to host memory, waiting for running executions.
 
-        Those that cannot be brought become errors, by ``describe``.  When ``gives_up`` says so, what is not computed
-        yet is lost too, but everything else is kept.  Returns how many shards were lost, and how many of those were
-        never computed.
+        Those that cannot be brought become errors, by ``describe``.  When ``gives_up(spans)`` says so, what is not
+        computed yet is lost too, but everything else is kept.  Returns how many shards were lost, and how many of
+        those were never computed.
         """
         lost = stuck = 0
         for group in self._groups.values():
             if group.runtime is not runtime:
                 continue
             shards = _split(group)
+            spans = group.spans
             group.array = None
             group.runtime = None
+            group.spans = False
             for device, shard in shards.items():
                 if isinstance(shard, (HostShard, PromisedShard, Status)):
                     continue
@@ -302,7 +312,7 @@ class BufferStore:
                     if is_deleted(shard):
                         shards[device] = statuses.invalid_argument("the buffer was donated or deleted")
                         continue
-                    if not _wait_until_ready(shard, gives_up):
+                    if not _wait_until_ready(shard, spans, gives_up):
                         runtime.left_behind.append(shard)
                         stuck += 1
                         raise RuntimeError("it was being computed when its generation was aborted")
@@ -313,10 +323,10 @@ class BufferStore:
         return lost, stuck
 
 
-def _wait_until_ready(shard: Any, gives_up: Callable[[], bool]) -> bool:
+def _wait_until_ready(shard: Any, spans: bool, gives_up: Callable[[bool], bool]) -> bool:
     pause = 0.0005
     while not shard.is_ready():
-        if gives_up():
+        if gives_up(spans):
             return False
         time.sleep(pause)
         pause = min(pause * 2, 0.01)

@@ -33,6 +33,8 @@ from ridgeway.worker.waiting import Waiters
 EXIT_HEAD_GONE = 3
 EXIT_REFUSED = 2
 EXIT_BROKEN = 70
+BUSY_CPU_FRACTION = 0.05
+"""An executor that uses more of a core than this, on a machine that may be crowded, is computing."""
 ABANDONED_LIMIT = 8
 """Abandoned runtimes hold threads and memory for good: with so many the executor ends itself and is replaced."""
 
@@ -60,6 +62,7 @@ class Executor:
         self._received = 0
         self._dispatched = 0
         self._completed_before = 0
+        self._waits = 0
         self._entering: EnteringGeneration | None = None
         self._services: dict[int, queue.SimpleQueue[str]] = {}
         self._cancelled: dict[int, Status] = {}
@@ -119,7 +122,7 @@ class Executor:
         """Tell the head that this process lives, and how far it is."""
         waiters = self.waiters
         outstanding = self._dispatched < self._received or waiters.outstanding > 0
-        completed = self._completed_before + waiters.completed
+        completed = self._completed_before + waiters.completed + self._waits
         self._tell(
             ["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid())]
         )
@@ -219,7 +222,7 @@ class Executor:
         describe = functools.partial(self.describe, runtime=old)
         lost, stuck = self.store.drain(old, describe, self._gives_up(old))
         self._completed_before += waiters.completed
-        if stuck or (old.aborted is not None and waiters.outstanding and self._still_waiting(waiters, old)):
+        if stuck or (old.aborted is not None and self._still_waiting(waiters, old)):
             assert old.aborted is not None
             waiters.abandon(old.aborted)
             self._abandoned.append(old)
@@ -241,16 +244,38 @@ class Executor:
     def _still_waiting(self, waiters: Waiters, runtime: Runtime) -> bool:
         """Whether what waits on an aborted runtime stays without an answer."""
         gives_up = self._gives_up(runtime)
-        while waiters.outstanding:
-            if gives_up():
+        while waiters.outstanding_together:
+            if gives_up(True):
                 return True
             time.sleep(0.005)
         return False
 
-    def _gives_up(self, runtime: Runtime) -> Callable[[], bool]:
-        """When to stop waiting for an aborted runtime: after half of the time that the head gives this executor."""
-        patience = self.settings.drain_deadline_seconds / 2
-        return lambda: runtime.aborted is not None and time.monotonic() - runtime.aborted_at >= patience
+    def _gives_up(self, runtime: Runtime) -> Callable[[bool], bool]:
+        """When to stop waiting for what an aborted runtime computes.
+
+        What spans executors is poisoned anyway and may never return (gloo leaves senders waiting): it gets a third of
+        the time that the head gives this executor.  What this executor computes alone is waited for while it computes.
+        """
+        patience = self.settings.drain_deadline_seconds / 3
+        looked, cpu = time.monotonic(), time.process_time()
+
+        def gives_up(spans: bool) -> bool:
+            nonlocal looked, cpu
+            now = time.monotonic()
+            if runtime.aborted is None:
+                return False
+            if spans:
+                return now - runtime.aborted_at >= patience
+            if now - looked < patience:
+                return False
+            busy = (time.process_time() - cpu) / (now - looked) > BUSY_CPU_FRACTION
+            looked, cpu = now, time.process_time()
+            if busy:
+                self._waits += 1  # the head sees progress
+                self.heartbeat()
+            return not busy
+
+        return gives_up
 
     def _leave_generation(self, request: int, generation: int, attached: list[bytearray]) -> None:
         if self.runtime.generation == generation:

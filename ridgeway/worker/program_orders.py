@@ -49,9 +49,10 @@ class ProgramOrders:
         runtime = executor.runtime
         source = self._sources[program]
         local = tuple(d for d in source.devices if d in runtime.local)
+        spans = len(source.devices) > len(local)
         executor.current_program = source.name
         try:
-            if runtime.aborted is not None and len(source.devices) > len(local):
+            if runtime.aborted is not None and spans:
                 raise runtime.aborted.error()
             if not runtime.has_devices(source.devices):
                 raise executor.not_entered(source.name).error()
@@ -61,6 +62,7 @@ class ProgramOrders:
                 shards = device_runtime.shards_of(arrays[index])
                 copies = [runtime.copy(shard, device) for shard, device in zip(shards, loaded.local, strict=True)]
                 arrays[index] = loaded.assemble(index, copies)
+            tainted = spans or any(self._store.spans(a) for a in arguments if type(a) is int)
             token, outputs = loaded.execute(arrays)
         except Exception as error:
             status = executor.describe(error, runtime)
@@ -73,7 +75,7 @@ class ProgramOrders:
                 executor.reply_error(request, status, runtime)
             return
         for result, output in zip(results, outputs, strict=True):
-            self._store.set(result, buffers.result_group(output, loaded.local, runtime))
+            self._store.set(result, buffers.result_group(output, loaded.local, runtime, tainted))
         answer = None if request is None else executor.answer(request, runtime)
 
         def complete(_: Any, error: Status | None) -> None:
@@ -82,7 +84,7 @@ class ProgramOrders:
             if answer is not None:
                 answer(None, error)
 
-        executor.waiters.execution(token, complete)
+        executor.waiters.execution(token, complete, tainted)
 
     def _argument(self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime) -> Any:
         if type(argument) is int:

@@ -20,10 +20,12 @@ Deliver = Callable[[Any, "Status | None"], None]
 
 
 class _Task:
-    __slots__ = ("_lock", "deliver", "done")
+    __slots__ = ("_lock", "deliver", "done", "in_order", "spans")
 
-    def __init__(self, deliver: Deliver):
+    def __init__(self, deliver: Deliver, spans: bool):
         self.deliver = deliver
+        self.spans = spans
+        self.in_order = False
         self.done = False
         self._lock = threading.Lock()
 
@@ -49,17 +51,19 @@ class Waiters:
         self.completed = 0
         self._completions: threading.Thread | None = None
 
-    def submit(self, wait: Callable[[], Any], deliver: Deliver) -> None:
-        """Run ``wait`` on a thread and deliver what it returns or raises."""
-        task = self._register(deliver)
+    def submit(self, wait: Callable[[], Any], deliver: Deliver, spans: bool = False) -> None:
+        """Run ``wait`` on a thread and deliver what it returns or raises. ``spans``: it waits for what executors
+        compute together."""
+        task = self._register(deliver, spans)
         if task is not None:
             self._pool.submit(self._run, wait, task)
 
-    def execution(self, token: Any, deliver: Deliver) -> None:
+    def execution(self, token: Any, deliver: Deliver, spans: bool) -> None:
         """Deliver when an execution is complete. Executions complete in order, so one thread waits for them all."""
-        task = self._register(deliver)
+        task = self._register(deliver, spans)
         if task is None:
             return
+        task.in_order = True
         if self._completions is None:
             self._completions = threading.Thread(target=self._wait_for_executions, name="completions", daemon=True)
             self._completions.start()
@@ -70,8 +74,14 @@ class Waiters:
         """How much is being waited for."""
         return len(self._tasks)
 
-    def _register(self, deliver: Deliver) -> _Task | None:
-        task = _Task(deliver)
+    @property
+    def outstanding_together(self) -> int:
+        """How much of it executors compute together."""
+        with self._lock:
+            return sum(task.spans for task in self._tasks)
+
+    def _register(self, deliver: Deliver, spans: bool) -> _Task | None:
+        task = _Task(deliver, spans)
         with self._lock:
             if self._abandoned is None:
                 self._tasks[task] = None
@@ -103,11 +113,13 @@ class Waiters:
             self._finish(task, None, error)
 
     def abandon(self, cause: Status) -> None:
-        """Answer everything that still waits with ``cause``."""
+        """Answer with ``cause`` what still waits for executors together, and whatever else comes."""
         with self._lock:
             self._abandoned = cause
-            tasks = list(self._tasks)
-            self._tasks.clear()
+            # The thread that waits for executions in order is stuck at one of them: none behind it would be answered.
+            tasks = [task for task in self._tasks if task.spans or task.in_order]
+            for task in tasks:
+                del self._tasks[task]
         for task in tasks:
             task.finish(None, cause)
 

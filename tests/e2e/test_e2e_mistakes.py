@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import re
-import sys
-from pathlib import Path
 
 import e2e_harness as harness
 import grpc
@@ -115,11 +113,10 @@ def test_a_client_whose_protocol_window_does_not_overlap(cluster: Cluster) -> No
     assert f"Use jax {versions.SUPPORTED_JAX}" in details and "\n" not in details
 
 
-def test_a_program_without_the_credentials_variable(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_program_without_the_credentials_variable(cluster: Cluster) -> None:
+    # The program itself would fail only after two minutes of trying to connect (jaxlib 0.12).
     environment = cluster.environment()
     del environment["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"]
-    program = cluster.place.start([sys.executable, "-c", "import jax; jax.devices()"], **environment)
-    assert program.wait() != 0
     code, output, _ = cluster.place.call("doctor", **environment)
     assert code == 1
     [line] = [line for line in output.splitlines() if line.startswith("PROBLEM")]

@@ -6,49 +6,37 @@ import signal
 import sys
 
 import e2e_harness as harness
-import pytest
 from e2e_harness import Place, Running, until
 
 pytestmark = harness.MARKS
 
 #: Steps with collectives for ever.
 PROGRAM = """
-import os, jax, numpy as np
+import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
 values = jax.device_put(np.ones((4, 8), np.float32), sharding)
 step = jax.jit(lambda x: x * 0.5 + x.sum(0) / 8)
 print("stepping", float(step(values)[0, 0]), flush=True)
-if os.environ.get("END"):
-    os._exit(int(os.environ["END"]))
 while True:
     values = step(values)
     values[0, 0].item()
 """
 
 
-def run_program(place: Place, **environment: str) -> Running:
+def run_program(place: Place) -> Running:
     """`ridgeway run` with a program that steps."""
-    run = place.ridgeway(
-        "run", "--topology", "2x1x1", *harness.ANY_PORTS, "--", sys.executable, "-c", PROGRAM, **environment
-    )
+    run = place.ridgeway("run", "--topology", "2x1x1", *harness.ANY_PORTS, "--", sys.executable, "-c", PROGRAM)
     run.says("^stepping 1.0", "stdout")
     place.note_ports()
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_after_an_interrupt(place: Place, number: signal.Signals) -> None:
+def test_after_an_interrupt(place: Place) -> None:
     run = run_program(place)
-    os.killpg(run.pid, number)
+    os.killpg(run.pid, signal.SIGINT)
     # A Python program that is interrupted may also end by an exception, with 1.
-    assert run.wait() in (128 + number, 1), run.describe()
-    place.assert_nothing_left()
-
-
-def test_after_the_end_of_the_command(place: Place) -> None:
-    run = run_program(place, END="7")
-    assert run.wait() == 7, run.describe()
+    assert run.wait() in (128 + signal.SIGINT, 1), run.describe()
     place.assert_nothing_left()
 
 
@@ -86,10 +74,9 @@ while True:
 
 
 def test_after_a_start_that_failed(place: Place) -> None:
-    # Workers do come up, but never serve: what they preload ends them.
     broken = place.folder / "broken"
     broken.mkdir()
-    (broken / "ml_dtypes.py").write_text("raise ImportError('broken on purpose')\n")
+    (broken / "jax.py").write_text("raise ImportError('this jax is broken on purpose')\n")
     path = f"{broken}:{place.environment['PYTHONPATH']}"
     run = place.ridgeway("run", "--topology", "2x1x1", *harness.ANY_PORTS, "--", "true", PYTHONPATH=path)
     run.says("starting 2 workers")

@@ -1,0 +1,27 @@
+"""Thousands of host buffers at once, as a restore makes them, while the head is too busy to take them up."""
+
+import os
+import signal
+
+import e2e_harness as harness
+from e2e_harness import Cluster
+
+pytestmark = harness.MARKS
+
+#: gRPC by itself drops calls at random when more than 1000 wait to be taken up.
+COUNT = 4000
+
+
+def test_puts_that_wait_for_a_busy_head_all_arrive(cluster: Cluster) -> None:
+    """None is refused, and every array has its own value."""
+    head = cluster.status()["head"]["pid"]
+    with cluster.controller() as program:
+        program.run("import jax, numpy as np; device = jax.devices()[0]; jax.device_put(1, device).block_until_ready()")
+        os.kill(head, signal.SIGSTOP)
+        try:
+            # Returns although the head hears nothing: a put is told to it, not asked of it.
+            program.run(f"arrays = [jax.device_put(np.float32(i), device) for i in range({COUNT})]")
+        finally:
+            os.kill(head, signal.SIGCONT)
+        wrong = program.run("result = [i for i, a in enumerate(jax.device_get(arrays)) if a != i]")
+        assert wrong == []
