@@ -11,8 +11,9 @@ PY := .venv/bin/python
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+CONFORMANCE_ARGS ?=
 
-.PHONY: help setup demo demo-full test test-fast lint typecheck bench lock clean distclean
+.PHONY: help setup demo demo-full test test-fast lint typecheck bench conformance lock clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +41,11 @@ typecheck: setup ## pyright
 
 bench: setup ## Time recovery and steps, beside native multi-controller jax (minutes)
 	$(PY) -m benchmarks.recovery $(BENCH_ARGS)
+
+conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of them, of the installed version> (hours)
+	@test -n "$(JAX_TESTS)" || { echo "say where JAX's test files are: make conformance JAX_TESTS=<folder>" >&2; exit 2; }
+	$(PY) -m conformance.run --jax-tests $(JAX_TESTS) --topology 1x1x8 --topology 2x2x2 \
+		--output docs/results/conformance.md $(CONFORMANCE_ARGS)
 
 lock: ## Make requirements/locked.txt anew from pyproject.toml
 	@scripts/lock.sh

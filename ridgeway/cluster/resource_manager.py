@@ -32,6 +32,19 @@ Emit = Callable[..., Any]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
+class _Disagreement:
+    """An execution that some of its members could not start or finish, and others perhaps have started."""
+
+    deadline: float
+    generation: int
+    place: str
+    status: Status
+    failed: set[int] = dataclasses.field(default_factory=set)
+    collective: bool = False
+    """It broke while it ran: it was started by all, so refusing the next one in common would prove nothing."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class _Settling:
     """A collective's error that waits for its cause."""
 
@@ -90,7 +103,7 @@ class ResourceManager:
         self._causes: OrderedDict[int, Status] = OrderedDict()
         self._settling: list[_Settling] = []
         self._execution_members: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._disagreements: dict[int, tuple[float, int, set[int], Status]] = {}
+        self._disagreements: dict[int, _Disagreement] = {}
 
     # ---- questions of the proxy
 
@@ -179,9 +192,17 @@ class ResourceManager:
             return
         entry = self._disagreements.get(execution)
         if entry is None:
-            entry = (self.clock() + self.settings.disagreement_seconds, generation, set(), status)
-            self._disagreements[execution] = entry
-        entry[2].add(executor.number)
+            deadline = self.clock() + self.settings.disagreement_seconds
+            entry = self._disagreements[execution] = _Disagreement(deadline, generation, executor.place, status)
+        entry.failed.add(executor.number)
+        if status.code is statuses.Code.ABORTED:
+            entry.collective = True
+        if entry.failed >= set(members) and not entry.collective:
+            del self._disagreements[execution]
+            for number in members:
+                link = self.executors.get(number)
+                if link is not None:
+                    link.send_aside(["everybody_refused", execution])
 
     def settle(
         self, place: str, status: Status, collective: bool, generation: int, deliver: Callable[[Status], None]
@@ -411,10 +432,8 @@ class ResourceManager:
         self.generations.forgive(seconds)
         for settling in self._settling:
             settling.deadline += seconds
-        self._disagreements = {
-            execution: (entry[0] + seconds, entry[1], entry[2], entry[3])
-            for execution, entry in self._disagreements.items()
-        }
+        for entry in self._disagreements.values():
+            entry.deadline += seconds
 
     def tick(self) -> None:
         """Apply every deadline; called every `TICK_SECONDS`."""
@@ -431,15 +450,12 @@ class ResourceManager:
                 self.emit("probe_answered", slice=slice_index, held_seconds=round(now - hold.opened, 4), ok=False)
                 missing = next((s for s in self.topology.slots_of_slice(slice_index) if self.slots[s] is None), None)
                 hold.finish(None if missing is None else self.loss_of_slot(missing))
-        for execution, (deadline, generation, failed, status) in list(self._disagreements.items()):
-            members = self._execution_members.get(execution, ())
-            collective = status.code is statuses.Code.ABORTED
-            if generation in self._causes or (failed >= set(members) and not collective):
+        for execution, entry in list(self._disagreements.items()):
+            if entry.generation in self._causes:
                 del self._disagreements[execution]
-            elif now >= deadline:
+            elif now >= entry.deadline:
                 del self._disagreements[execution]
-                place = next((e.place for n in failed if (e := self.executors.get(n)) is not None), "a member")
-                self._abort_for(generation, place, status)
+                self._abort_for(entry.generation, entry.place, entry.status)
         for settling in [s for s in self._settling if now >= s.deadline]:
             if settling in self._settling:
                 self._abort_for(settling.generation, settling.place, settling.status)

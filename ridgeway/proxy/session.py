@@ -185,9 +185,13 @@ class Session:
         """Send a response."""
         if self.ended:
             return
+        ok = status.code is statuses.Code.OK
+        if not ok:
+            # jaxlib's client takes an answer that is there for a success, whatever the status says.
+            response = messages.IfrtResponse()
         metadata = response.response_metadata
         metadata.op_id = operation
-        if status.code is statuses.Code.OK:
+        if ok:
             metadata.status.SetInParent()
         else:
             if len(status.message) > TEXT_LIMIT:

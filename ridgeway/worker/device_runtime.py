@@ -9,6 +9,7 @@ loudly when one of these calls changes.  Why each is used:
   ``_jax.array_result_handler``: buffers on a client that is not jax's default backend; no tracing, no cache.
 * ``GSPMDSharding``: a sharding without a mesh; `Mesh` objects are interned and would leak sockets and threads of
   every past generation (measured: 29 sockets, 18 threads each).
+* ``_lapack.initialize``: programs that call LAPACK.
 * ``stablehlo.deserialize_portable_artifact``, ``mlir.make_ir_context``: reading a client's program.
 """
 
@@ -26,6 +27,7 @@ from jax._src import core
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import SingleDeviceSharding
 from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types
+from jaxlib.cpu import _lapack  # pyright: ignore[reportMissingImports]
 
 from ridgeway.protocol.status import Status
 from ridgeway.worker.program_source import ProgramSource
@@ -33,6 +35,10 @@ from ridgeway.worker.program_source import ProgramSource
 jax.config.update("jax_enable_x64", True)
 
 _FAR_HEARTBEAT_SECONDS = 100_000
+_LAPACK_TARGET = b"lapack_"
+"""Begins the name of each custom call to LAPACK. Its functions are taken from scipy, whose import costs 0.4 s, by
+``_lapack.initialize``; natively jax calls that when it lowers such a program. A program that calls them before that
+crashes."""
 _ABORT_REPEAT_SECONDS = 0.02
 _TOPOLOGY_TIMEOUT_MINUTES = 1
 
@@ -151,6 +157,8 @@ class Runtime:
                 np.array([[self._devices[d].id for d in row] for row in source.assignment], dtype=np.int32)
             )
             device_list = _jax.DeviceList(tuple(self._devices[d] for d in source.devices))
+            if _LAPACK_TARGET in source.serialized:
+                _lapack.initialize()
             executable = self._client.deserialize_executable(source.serialized, device_list, options)
             loaded = self.programs[source.program] = LoadedProgram(self, source, executable)
         return loaded

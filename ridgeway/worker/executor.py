@@ -22,6 +22,7 @@ from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport import authentication, blocking_link
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import buffers, device_runtime
+from ridgeway.worker.agreement import Agreement
 from ridgeway.worker.buffer_orders import BufferOrders
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.failures import GenerationFailure
@@ -46,6 +47,7 @@ class Executor:
         self.link = link
         self.settings = runtime_settings.Settings(**arguments["settings"])
         self.address: str = arguments["address"]
+        self._head_host: str = arguments["head_host"]
         self.devices_per_host: int = arguments["devices_per_host"]
         self.first_device = 0
         self.promises = buffers.PromiseTable()
@@ -56,6 +58,7 @@ class Executor:
         )
         self.current_program = ""
         self._lock = threading.Lock()
+        self.agreement = Agreement()
         self._missed_generation = 0
         """the last one that could not be entered"""
         self._orders: queue.SimpleQueue[tuple[list[Any], list[bytearray]]] = queue.SimpleQueue()
@@ -73,7 +76,7 @@ class Executor:
         self.waiters = self._new_waiters(self.runtime)
         self._aside: dict[str, Callable[..., None]] = {
             "data": self._data, "data_failed": self._data_failed, "peer_lost": self._peer_lost,
-            "service": self._service_here, "abort": self._abort,
+            "service": self._service_here, "abort": self._abort, "everybody_refused": self._everybody_refused,
         }  # fmt: skip
         self._handlers: dict[str, Callable[..., None]] = {
             "assign": self._assign,
@@ -147,6 +150,20 @@ class Executor:
             return GenerationFailure(Code.ABORTED, f"collective failed: {text[:500]}", runtime.generation)
         return given or statuses.classify_runtime_error(text)
 
+    def wait_for_agreement(self, runtime: Runtime) -> None:
+        """Before a program of several executors is started: let a refusal of an earlier one be settled.
+
+        Raises:
+          statuses.StatusError: the generation has ended, or the head did not say in time.
+        """
+        patience = self.settings.disagreement_seconds + self.settings.generation_create_timeout_seconds
+        settled = self.agreement.reached(lambda: runtime.aborted is not None, patience)
+        if runtime.aborted is not None:
+            raise runtime.aborted.error()
+        if not settled:
+            text = "it is not known whether all members refused an execution"
+            raise GenerationFailure(Code.ABORTED, text, runtime.generation).error()
+
     def not_entered(self, program: str) -> Status:
         """The error of a program whose generation this executor could not enter."""
         return GenerationFailure(Code.ABORTED, f"the generation of {program} does not stand", self._missed_generation)
@@ -188,11 +205,16 @@ class Executor:
     def _data_failed(self, token: int, code: int, message: str, attached: list[bytearray]) -> None:
         self.promises.resolve(token, Status(Code(code), message))
 
+    def _everybody_refused(self, execution: int, attached: list[bytearray]) -> None:
+        self.agreement.everybody_refused(execution)
+
     def _peer_lost(self, executor: int, code: int, message: str, attached: list[bytearray]) -> None:
         self.promises.peer_lost(executor, Status(Code(code), message))
 
     def _service_here(self, generation: int, address: str, attached: list[bytearray]) -> None:
-        self._service(generation).put(address)
+        # The head may listen on all of its addresses; the one that leads there from here is this link's.
+        host, port = self._head_host, address.rpartition(":")[2]
+        self._service(generation).put(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
     def _service(self, generation: int) -> "queue.SimpleQueue[str]":
         with self._lock:

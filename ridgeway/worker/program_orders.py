@@ -56,11 +56,16 @@ class ProgramOrders:
                 raise runtime.aborted.error()
             if not runtime.has_devices(source.devices):
                 raise executor.not_entered(source.name).error()
+            if len(source.devices) > len(local):
+                executor.wait_for_agreement(runtime)
             loaded = runtime.load(source)
             arrays = [self._argument(a, i, loaded, runtime) for i, a in enumerate(arguments)]
             for index in kept:
                 shards = device_runtime.shards_of(arrays[index])
-                copies = [runtime.copy(shard, device) for shard, device in zip(shards, loaded.local, strict=True)]
+                copies = [
+                    runtime.copy(shard, device, device_runtime.memory_kind_of(shard))
+                    for shard, device in zip(shards, loaded.local, strict=True)
+                ]
                 arrays[index] = loaded.assemble(index, copies)
             tainted = spans or any(self._store.spans(a) for a in arguments if type(a) is int)
             token, outputs = loaded.execute(arrays)
@@ -70,6 +75,8 @@ class ProgramOrders:
                 traceback.print_exc()
             for result in results:
                 self._store.poison(result, local, status)
+            if len(source.devices) > len(local) and runtime.generation > 0:
+                executor.agreement.refused(execution)
             executor.execution_failed(execution, status, runtime)
             if request is not None:
                 executor.reply_error(request, status, runtime)

@@ -65,8 +65,8 @@ def test_workers_end_with_their_head(place: Place) -> None:
     head, cluster = start_head(place, port)
     # A program may come before the workers do: it is told so, and no more.
     with contextlib.closing(cluster.controller()) as controller:
-        text = controller.error_of(TRY)
-        assert text.startswith("DATA_LOSS: ") and "has not joined the cluster yet" in text, text
+        text = controller.error_of("jax.block_until_ready(sharded(devices_of(0, 1)))")
+        assert text.startswith("DATA_LOSS: ") and "slice 0 host 0 has not joined the cluster yet" in text, text
         workers = [start_worker(place, port, slice_index) for slice_index in (0, 1)]
         cluster.wait_whole()
         assert controller.run(TRY) == SUM_OF_FOUR

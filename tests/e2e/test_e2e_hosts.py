@@ -51,8 +51,11 @@ in_flight = mix(everywhere, 1000)
             assert (after[slot].pid, after[slot].executor_pid) == (before[slot].pid, before[slot].executor_pid)
 
         # A whole slice at once, both its hosts.
+        since = cluster.now()
         for host in (0, 1):
             cluster.kill_worker(0, host)
+        for host in (0, 1):
+            cluster.wait_event(since, "host_lost", slice=0, host=host)
         assert controller.error_of("np.asarray(first)").startswith("DATA_LOSS: ")
         cluster.wait_whole()
         assert controller.run(everywhere) == sum(range(128))

@@ -154,6 +154,8 @@ class SimulatedExecutor(Process):
         self.entering: tuple[int, asyncio.Future[bool]] | None = None
         self.welcomed = False
         self.missed_generation = 0
+        self.refused: int | None = None
+        """an execution that this one refused and others perhaps have started"""
         self.lost_peers: dict[int, Status] = {}
         self.abandoned = 0
         self._orders: asyncio.Queue[tuple[list[Any], list[bytes]]] = asyncio.Queue()
@@ -455,6 +457,8 @@ class SimulatedExecutor(Process):
             if not all(device in runtime.rank_of for device in source.devices):
                 text = f"the generation of {source.name} does not stand"
                 raise GenerationFailure(Code.ABORTED, text, self.missed_generation).error()
+            if len(source.devices) > len(local):
+                await self._wait_for_agreement(runtime)
             for index, argument in enumerate(arguments):
                 group_of = dict.fromkeys(local, argument) if type(argument) is int else dict(argument)
                 for device in local:
@@ -465,6 +469,8 @@ class SimulatedExecutor(Process):
             status = self.describe(error.status, runtime)
             for result in results:
                 self.store[result] = dict.fromkeys(local, status)
+            if len(source.devices) > len(local) and runtime.generation > 0:
+                self.refused = execution
             self._execution_failed(execution, status, runtime)
             if request is not None:
                 self._reply_error(request, status, runtime)
@@ -495,6 +501,23 @@ class SimulatedExecutor(Process):
         runtime.queue.append(work)
         if len(runtime.queue) == 1:
             self._start(work)
+
+    async def _wait_for_agreement(self, runtime: Runtime) -> None:
+        """Collectives pair by order alone: after a refusal nothing is started before all are known to have refused."""
+        patience = self.settings.disagreement_seconds + self.settings.generation_create_timeout_seconds
+        deadline = self.world.now + patience
+        while self.refused is not None and runtime.aborted is None and self.world.now < deadline:
+            await asyncio.sleep(0.005)
+            await self._pause(0.0)
+        if runtime.aborted is not None:
+            raise runtime.aborted.error()
+        if self.refused is not None:
+            text = "it is not known whether all members refused an execution"
+            raise GenerationFailure(Code.ABORTED, text, runtime.generation).error()
+
+    def _aside_everybody_refused(self, execution: int, attached: list[bytes]) -> None:
+        if self.refused == execution:
+            self.refused = None
 
     async def _shard(self, group: int, device: int) -> "int | Pending":
         shards = self._group(group)

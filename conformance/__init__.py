@@ -1,0 +1,1 @@
+"""JAX's own tests, natively and through a Ridgeway cluster, side by side: ``python -m conformance.run --help``."""

@@ -1,0 +1,39 @@
+"""The few differences from a native backend that are meant, and how they are recognized."""
+
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Excuse:
+    """A kind of difference."""
+
+    title: str
+    test: str = ""
+    """a pattern that the test's name must contain"""
+    reason: str = ""
+    """a pattern that the failure's text must contain"""
+
+
+EXCUSES = (
+    Excuse(
+        "a direct pointer into a device's memory (buffer protocol, dlpack, unsafe pointers), which is in another process",
+        reason=r"PjRt-compatible backend only|BufferError|unsafe_buffer_pointer|__array_interface__|dlpack",
+    ),
+    Excuse(
+        "asks for a backend named 'cpu' beside the default one; JAX_PLATFORMS=proxy has none",
+        reason=r"Unknown backend:? '?cpu|Available backends are \['proxy'\]",
+    ),
+    Excuse(
+        "the stock client answers is_deleted() itself and does not ask the server",
+        test=r"test_fully_replicated_donated_array_is_deleted",
+    ),
+)
+
+
+def excuse_for(test: str, reason: str) -> str | None:
+    """The title of the excuse that fits a failed test, or None."""
+    for excuse in EXCUSES:
+        if re.search(excuse.test, test) and re.search(excuse.reason, reason, re.DOTALL):
+            return excuse.title
+    return None

@@ -1,0 +1,88 @@
+"""A pytest plugin that writes each test's outcome at once, so that a crash or a hang loses only the test it is in.
+
+Loaded with ``-p conformance.recorder``.  Environment: ``CONFORMANCE_RECORD`` names the file that JSON lines are
+appended to; ``CONFORMANCE_SAMPLE``, a count, keeps so many tests, the same ones in every run; tests that the record
+already has an outcome of, or has seen start, are not run again.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REASON_LIMIT = 600
+"""Characters of a failure's text that are kept."""
+
+
+def read_record(path: Path) -> dict[str, dict[str, Any]]:
+    """Test -> its last line in a record; a test that only started has the outcome ``unfinished``."""
+    found: dict[str, dict[str, Any]] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # the process died while it wrote this line
+            found[entry["test"]] = entry
+    return found
+
+
+class Recorder:
+    """Hooks of one pytest process."""
+
+    def __init__(self, path: Path, sample: int):
+        self._path = path
+        self._sample = sample
+        self._known = read_record(path)
+        self._reports: dict[str, dict[str, Any]] = {}
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        chosen = items[:]
+        if self._sample and len(chosen) > self._sample:
+            ranked = sorted(chosen, key=lambda item: hashlib.sha256(item.name.encode()).digest())
+            kept = set(ranked[: self._sample])
+            chosen = [item for item in chosen if item in kept]
+        items[:] = [item for item in chosen if _name(item.nodeid) not in self._known]
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write({"test": _name(nodeid), "outcome": "unfinished", "reason": ""})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = _name(report.nodeid)
+        entry = self._reports.setdefault(name, {"test": name, "outcome": "passed", "reason": "", "seconds": 0.0})
+        entry["seconds"] += report.duration
+        if report.failed:
+            entry["outcome"] = "failed"
+            entry["reason"] = _reason(report)
+        elif report.skipped and entry["outcome"] == "passed":
+            entry["outcome"] = "skipped"
+            entry["reason"] = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if report.when == "teardown":
+            entry["seconds"] = round(entry["seconds"], 3)
+            entry["reason"] = entry["reason"][:REASON_LIMIT]
+            self._write(self._reports.pop(name))
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.partition("::")[2] or nodeid
+
+
+def _reason(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is not None:
+        return f"{crash.message} ({Path(crash.path).name}:{crash.lineno})"
+    return str(report.longrepr)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the recorder if the environment asks for one."""
+    path = os.environ.get("CONFORMANCE_RECORD")
+    if path:
+        config.pluginmanager.register(Recorder(Path(path), int(os.environ.get("CONFORMANCE_SAMPLE", "0"))))
