@@ -1,6 +1,6 @@
 # Ridgeway. "make" alone lists what there is.
 #
-# Variables: PYTHON=python3.13 (which Python to set up with), PYTEST_ARGS, DEMO_ARGS and BENCH_ARGS (passed on),
+# Variables: PYTHON=python3.13 (which Python to set up with), PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS and SURVIVORS_ARGS (passed on),
 # UPGRADE=1 (make lock: take newer versions).
 
 MAKEFLAGS += --no-builtin-rules
@@ -11,9 +11,10 @@ PY := .venv/bin/python
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SURVIVORS_ARGS ?=
 CONFORMANCE_ARGS ?=
 
-.PHONY: help setup demo demo-full test test-fast lint typecheck bench conformance lock clean distclean
+.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors conformance lock clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ typecheck: setup ## pyright
 
 bench: setup ## Time recovery and steps, beside native multi-controller jax (minutes)
 	$(PY) -m benchmarks.recovery $(BENCH_ARGS)
+
+survivors: setup ## 50 kills at bad moments under overlapping device sets; writes docs/results/survivors.* (minutes)
+	$(PY) -m benchmarks.survivors $(SURVIVORS_ARGS)
 
 conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of them, of the installed version> (hours)
 	@test -n "$(JAX_TESTS)" || { echo "say where JAX's test files are: make conformance JAX_TESTS=<folder>" >&2; exit 2; }

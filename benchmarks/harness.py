@@ -21,7 +21,7 @@ from rich.console import Console
 
 from ridgeway.demo import dataset
 from ridgeway.demo import job as jobs
-from ridgeway.demo.demo import data_folder
+from ridgeway.demo.demonstration import data_folder
 from ridgeway.demo.training import TrainingError
 from ridgeway.launch import checks
 from ridgeway.launch.child_processes import kill_group, spawn, terminate, wait_all

@@ -405,7 +405,8 @@ def write(report: Report, base: Path) -> None:
     """Write ``base.md`` and ``base.json``."""
     base.parent.mkdir(parents=True, exist_ok=True)
     base.with_suffix(".md").write_text(render(report))
-    base.with_suffix(".json").write_text(json.dumps({**dataclasses.asdict(report), "good": report.good}, indent=1) + "\n")
+    content = {"good": report.good, **dataclasses.asdict(report)}
+    base.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 async def _run(topology: str, kills: int, seed: int, standbys: int, say: Callable[[str], None]) -> Report:

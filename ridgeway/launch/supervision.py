@@ -42,6 +42,9 @@ class Options:
     backoff_first_seconds: float = 0.5
     backoff_limit_seconds: float = 8.0
     """Pause before a process whose predecessors never became ready: doubled each time from first to limit."""
+    standby_refill_delay_seconds: float = 8.0
+    """After a standby has taken a place, how long its successor is held back: starting one costs a core for a second
+    or two, which the recovery that is under way needs."""
     standby_failure_limit: int = 5
     """After so many standbys in a row that ended without having joined, no more are started."""
 
@@ -322,7 +325,8 @@ class Supervision:
         launch.slot = slot
         state.launch_id, state.start_at, state.awaits_standby = event.launch_id, math.inf, False
         self._standby_failures = 0
-        self._standby_start_at.append(now + self.options.replacement_delay_seconds)
+        delay = max(self.options.replacement_delay_seconds, self.options.standby_refill_delay_seconds)
+        self._standby_start_at.append(now + delay)
         if event.slice in self.given_up:
             effects.append(KillWorker(event.launch_id))
         return effects

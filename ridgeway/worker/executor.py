@@ -255,6 +255,7 @@ class Executor:
         with self._lock:
             self.runtime = runtime
         self.waiters = self._new_waiters(runtime)
+        self.agreement = Agreement()
         del old, waiters, describe
         gc.collect()  # clients and devices refer to each other: without this, sockets and threads of the old one stay
         if lost:

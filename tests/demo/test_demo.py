@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from ridgeway.cli import main as cli
-from ridgeway.demo import demo
+from ridgeway.demo import demo, demonstration
 from ridgeway.demo.training import LogReader
 
 pytestmark = pytest.mark.maxtext
@@ -84,10 +84,10 @@ def test_an_earlier_demonstration_is_replaced(tmp_path: Path) -> None:
 
 
 def test_plans_leave_room_for_the_kill_and_for_what_follows() -> None:
-    for plan in (demo.SMALL_PLAN, demo.FULL_PLAN):
-        latest = demo.CHECKPOINTS_BEFORE_KILL * plan.checkpoint_period + plan.checkpoint_period
-        assert plan.steps > latest + demo.STEPS_AROUND_CHECKPOINT
-        assert plan.checkpoint_period > 2 * demo.STEPS_AROUND_CHECKPOINT
+    for plan in (demonstration.SMALL_PLAN, demonstration.FULL_PLAN):
+        latest = demonstration.CHECKPOINTS_BEFORE_KILL * plan.checkpoint_period + plan.checkpoint_period
+        assert plan.steps > latest + demonstration.STEPS_AROUND_CHECKPOINT
+        assert plan.checkpoint_period > 2 * demonstration.STEPS_AROUND_CHECKPOINT
         shape = plan.shape
         assert (shape.slices, shape.devices) in ((3, 6), (3, 48))
 

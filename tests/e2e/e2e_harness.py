@@ -116,6 +116,10 @@ class Running:
         return code
 
 
+def _listened_on(connections: Sequence[Any]) -> set[int]:
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+
+
 class Place:
     """Where a test's processes live."""
 
@@ -192,14 +196,14 @@ class Place:
                 connections = process.net_connections("tcp")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-            self._ports |= {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
+            self._ports |= _listened_on(connections)
 
     def assert_nothing_left(self) -> None:
         """No process, no listening socket, no runtime folder, no temporary file."""
         until(lambda: not self.processes(), lambda: f"left: {[(p.pid, p.cmdline()) for p in self.processes()]}")
         # A socket that nobody owns any more belongs to no process; others on this machine may have got the number.
-        left = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid is None]
-        assert not {c.laddr.port for c in left} & self._ports
+        left = [connection for connection in psutil.net_connections("tcp") if connection.pid is None]
+        assert not _listened_on(left) & self._ports
         assert not self.runtime.exists() or list(self.runtime.iterdir()) == []
         assert list((self.folder / "tmp").iterdir()) == []
 

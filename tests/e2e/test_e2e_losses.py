@@ -37,9 +37,10 @@ in_flight = mix(everywhere, 2000)
     cluster.kill_worker(2)
     # The execution under way, what it would have made, and everything with a shard over there.
     for expression in ("in_flight", "mix(everywhere, 1)", "everywhere", "lost_one", "mix(lost_one, 1)"):
-        text = controller.error_of(f"np.asarray({expression})")
-        assert text.startswith("DATA_LOSS: ") and "slice 2 host 0" in text, text
-        assert re.search(r"connection to its (agent|executor) closed|killed by", text), text
+        for wait in ("np.asarray", "jax.block_until_ready"):
+            text = controller.error_of(f"{wait}({expression})")
+            assert text.startswith("DATA_LOSS: ") and "slice 2 host 0" in text, text
+            assert re.search(r"connection to its (agent|executor) closed|killed by", text), text
     # Survivors keep what they hold.
     check = """
 result = [

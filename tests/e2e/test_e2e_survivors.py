@@ -6,8 +6,9 @@
 from pathlib import Path
 
 import e2e_harness as harness
-from benchmarks import survivors
 from e2e_harness import Cluster
+
+from benchmarks import survivors
 
 pytestmark = harness.MARKS
 

@@ -364,6 +364,7 @@ class SimulatedExecutor(Process):
             old.xla.detach(self)
         self.runtime = Runtime(0, [self.first_device], self.per_host, 0, None)
         self.waiters = Waiters()
+        self.refused = None
 
     def _order_leave_generation(self, request: int, generation: int, attached: list[bytes]) -> Any:
         async def work() -> None:
