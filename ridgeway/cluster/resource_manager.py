@@ -89,6 +89,8 @@ class ResourceManager:
         self.epoch = 0
         """Changes whenever a slot's executor does."""
         self.on_loss: list[Callable[[ExecutorLink], None]] = []
+        self.on_generation: list[Callable[[list[ExecutorLink]], None]] = []
+        """Called when executors have been ordered into a generation, with its members."""
         self._last_loss: list[Status | None] = [None] * topology.slots
         self._spans: dict[tuple[int, ...], tuple[ExecutorLink, ...] | Status] = {}
         self._spans_epoch = -1
@@ -277,6 +279,8 @@ class ResourceManager:
             link.request("enter_generation", [generation, rank, first_devices], entered)
         self._waiting_for_service.append(generation)
         self._hand_out_services()
+        for callback in self.on_generation:
+            callback(links)
 
     def _hand_out_services(self) -> None:
         while self._waiting_for_service:

@@ -143,6 +143,8 @@ class Dispatcher:
         assert not isinstance(executors, Status)
         self.manager.span(executors)
         self.programs.ensure_loaded(executable, executors)
+        if len(executors) > 1:
+            self.programs.used_together(executable)
         execution = next(self._executions)
         executable.executions += 1
         groups = [self._group(executors) for _ in results]

@@ -12,6 +12,7 @@ from ridgeway.proxy.compile_cache import CompileCache
 from ridgeway.proxy.executables import CompiledProgram, Executable, program_key
 
 IDLE_PROGRAMS_KEPT = 256
+PRELOADED_PROGRAMS = 8
 COMPILED_KEPT = 512
 
 
@@ -27,6 +28,8 @@ class Programs:
         self._running: dict[str, asyncio.Task[tuple[CompiledProgram, bool]]] = {}
         self._users: dict[str, int] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
+        self._used_together: OrderedDict[str, Executable] = OrderedDict()
+        """programs that spanned executors, the last used last"""
 
     async def compile(
         self, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int
@@ -100,3 +103,29 @@ class Programs:
                 order = order or executable.load_order()
                 link.send(*order)
                 link.loaded_programs.add(executable.program)
+
+    def used_together(self, executable: Executable) -> None:
+        """A program that spans executors is being executed: after a loss it will be wanted again."""
+        self._used_together.pop(executable.program, None)
+        self._used_together[executable.program] = executable
+        if len(self._used_together) > PRELOADED_PROGRAMS:
+            self._used_together.popitem(last=False)
+
+    def preload(self, members: list[ExecutorLink]) -> None:
+        """Have the members of a new generation load what was last used together, the largest first, while the
+        controller traces: loading a training step takes each executor some tenths of a second."""
+        topology = self._manager.topology
+        slots = {link.slot for link in members}
+        fitting = [
+            executable
+            for executable in self._used_together.values()
+            if all(topology.slot_of_device(device) in slots for device in executable.devices)
+        ]
+        fitting.sort(key=lambda executable: -len(executable.compiled.serialized))
+        for link in members:
+            first = topology.first_device(link.slot)
+            mine = [e for e in fitting if any(first <= d < first + topology.devices_per_host for d in e.devices)]
+            for executable in mine:
+                self.ensure_loaded(executable, (link,))
+            if mine:
+                link.send(["preload", [executable.program for executable in mine]])

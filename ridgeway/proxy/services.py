@@ -37,6 +37,7 @@ class Services:
         self.observer = RecoveryObserver(manager, emit)
         self.handlers: dict[str, Handler] = {}
         self.sessions: dict[int, Session] = {}
+        manager.on_generation.append(programs.preload)
         manager.on_loss.append(lambda executor: self.observer.lost(list(self.sessions.values())))
 
     def report_bug(self, where: str, error: BaseException) -> None:

@@ -111,6 +111,8 @@ class Runtime:
         self.programs: dict[str, LoadedProgram] = {}
         self.left_behind: list[Array] = []
         """arrays that were never computed; dropping them could block"""
+        self._lock = threading.Lock()
+        self._loading: dict[str, threading.Lock] = {}
         self._sockets_before: set[str] = set()
         self._service_port = 0
         self._abort_ended = threading.Event()
@@ -149,9 +151,16 @@ class Runtime:
         )[0]
 
     def load(self, source: ProgramSource) -> LoadedProgram:
-        """The program's executable on this runtime, loaded at first use."""
+        """The program's executable on this runtime, loaded at first use; from any thread."""
         loaded = self.programs.get(source.program)
-        if loaded is None:
+        if loaded is not None:
+            return loaded
+        with self._lock:
+            lock = self._loading.setdefault(source.program, threading.Lock())
+        with lock:
+            loaded = self.programs.get(source.program)
+            if loaded is not None:
+                return loaded
             options = xla_client.CompileOptions.ParseFromString(source.options)
             options.device_assignment = xla_client.DeviceAssignment.create(
                 np.array([[self._devices[d].id for d in row] for row in source.assignment], dtype=np.int32)

@@ -1,5 +1,6 @@
 """Orders about programs: load, unload, execute."""
 
+import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ class ProgramOrders:
         self._store = executor.store
         self._sources: dict[str, program_source.ProgramSource] = {}
         self.handlers: dict[str, Callable[..., None]] = {
-            "load": self.load, "unload": self.unload,
+            "load": self.load, "unload": self.unload, "preload": self.preload,
             "execute": self.execute, "execute_and_tell": self.execute_and_tell,
         }  # fmt: skip
 
@@ -34,6 +35,22 @@ class ProgramOrders:
         for program in programs:
             self._sources.pop(program, None)
             self._executor.runtime.programs.pop(program, None)
+
+    def preload(self, programs: list[str], attached: list[bytearray]) -> None:
+        """Load programs into the present runtime beside whatever comes next."""
+        runtime = self._executor.runtime
+        sources = [source for program in programs if (source := self._sources.get(program)) is not None]
+
+        def work() -> None:
+            for source in sources:
+                if runtime.aborted is not None or not runtime.has_devices(source.devices):
+                    return
+                try:
+                    runtime.load(source)
+                except Exception as error:  # whoever executes it gets the same error as a value
+                    print(f"preloading {source.name}: {str(error)[:200]}", flush=True)
+
+        threading.Thread(target=work, name="preload", daemon=True).start()
 
     def execute_and_tell(self, request: int, *fields: Any, attached: list[bytearray]) -> None:
         """`execute`, and answer when it is complete."""
@@ -56,7 +73,7 @@ class ProgramOrders:
                 raise runtime.aborted.error()
             if not runtime.has_devices(source.devices):
                 raise executor.not_entered(source.name).error()
-            if len(source.devices) > len(local):
+            if spans:
                 executor.wait_for_agreement(runtime)
             loaded = runtime.load(source)
             arrays = [self._argument(a, i, loaded, runtime) for i, a in enumerate(arguments)]
@@ -75,7 +92,7 @@ class ProgramOrders:
                 traceback.print_exc()
             for result in results:
                 self._store.poison(result, local, status)
-            if len(source.devices) > len(local) and runtime.generation > 0:
+            if spans and runtime.generation > 0:
                 executor.agreement.refused(execution)
             executor.execution_failed(execution, status, runtime)
             if request is not None:

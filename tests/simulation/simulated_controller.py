@@ -20,6 +20,8 @@ from simulated_executor import mix
 from simulated_head import SimulatedCluster
 
 KIND_S64 = 5
+THINKING_SECONDS = (0.0, 0.4)
+"""What the program does beside its use of devices."""
 POLL_SECONDS = 0.5
 """Pause after a probe that failed, in the place of pathwaysutils' ten seconds."""
 FIRST_CAUSE = re.compile(
@@ -263,6 +265,7 @@ class Controller:
 
     async def _use(self, step: int, state: Value) -> None:
         random = self.world.random
+        await asyncio.sleep(random.uniform(*THINKING_SECONDS))
         what = random.random()
         if what < 0.4:
             await self.fetch(f"state at {step}", state)

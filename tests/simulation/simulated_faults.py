@@ -6,7 +6,7 @@ from collections.abc import Callable
 from simulated_head import SimulatedCluster
 from simulated_worker import SimulatedAgent, SimulatedCompiler
 
-FAULTS_SECONDS = 3.0
+FAULTS_SECONDS = 2.5
 """Faults begin within so many seconds..."""
 FAULT_LENGTH_SECONDS = 2.5
 """... and last at most so many."""
@@ -18,6 +18,7 @@ class Faults:
     def __init__(self, cluster: SimulatedCluster):
         self._cluster = cluster
         self._world = cluster.world
+        self._over_at = 0.0
         self._kinds: dict[str, Callable[[float], None]] = {
             "kill executor": self._kill_executor,
             "kill agent": self._kill_agent,
@@ -48,8 +49,7 @@ class Faults:
             kind = random.choice(list(self._kinds))
             self._world.say(f"FAULT {kind}")
             self._kinds[kind](random.uniform(0.05, FAULT_LENGTH_SECONDS))
-        if times:
-            await asyncio.sleep(max(0.0, times[-1] + FAULT_LENGTH_SECONDS - self._world.now))
+        await asyncio.sleep(max(0.0, self._over_at - self._world.now))
 
     def _agent(self) -> SimulatedAgent | None:
         agents = list(self._cluster.agents.values())
@@ -62,6 +62,7 @@ class Faults:
         agent.machine.touched = what
 
     def _later(self, seconds: float, function: Callable[[], None]) -> None:
+        self._over_at = max(self._over_at, self._world.now + seconds)
         self._world.loop.call_later(seconds, function)
 
     # ---- deaths
@@ -186,3 +187,4 @@ class Faults:
 
     def _no_services(self, seconds: float) -> None:
         self._cluster.rendezvous.outage_until = self._world.now + seconds
+        self._later(seconds, lambda: None)
