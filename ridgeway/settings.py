@@ -41,6 +41,8 @@ class Settings:
     """How long a request waits for the host buffer it names."""
     transfer_timeout_seconds: float = 120.0
     """How long an executor waits for bytes that another executor sends it."""
+    callback_timeout_seconds: float = 3600.0
+    """How long a program waits for the controller to run a host callback."""
     compile_timeout_seconds: float = 1800.0
     """One compilation."""
     compile_attempts: int = 3

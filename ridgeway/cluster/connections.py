@@ -213,6 +213,9 @@ class Connections:
                 if collective:
                     status = manager.cause_of(failed_generation) or status
                 manager.execution_failed(executor, execution, status, generation)
+            case "callback":
+                _, number, token = message
+                manager.on_host_callback(executor, number, token, buffers[0])
             case "transfer_failed":
                 _, token, code, text, target = message
                 receiver = manager.executors.get(target)

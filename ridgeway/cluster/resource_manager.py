@@ -89,6 +89,8 @@ class ResourceManager:
         self.epoch = 0
         """Changes whenever a slot's executor does."""
         self.on_loss: list[Callable[[ExecutorLink], None]] = []
+        self.on_host_callback: Callable[[ExecutorLink, int, int, bytes], None] = lambda *_: None
+        """Called with executor, callback, token and operands when a program calls back."""
         self.on_generation: list[Callable[[list[ExecutorLink]], None]] = []
         """Called when executors have been ordered into a generation, with its members."""
         self._last_loss: list[Status | None] = [None] * topology.slots
@@ -97,6 +99,7 @@ class ResourceManager:
         self._holds: dict[int, SliceHold] = {}
         self._expected: dict[int, float] = {}
         self._given_up: dict[int, str] = {}
+        self._ticked = clock()
         self._rendezvous = rendezvous
         self._service_host = service_host
         self._services: dict[int, int] = {}
@@ -440,8 +443,12 @@ class ResourceManager:
             entry.deadline += seconds
 
     def tick(self) -> None:
-        """Apply every deadline; called every `TICK_SECONDS`."""
+        """Apply every deadline; called every `TICK_SECONDS`. Much later than that means that this process was stopped
+        or starved, which is forgiven."""
         now = self.clock()
+        lag, self._ticked = now - self._ticked, now
+        if lag > max(2 * TICK_SECONDS, self.settings.drain_deadline_seconds / 4):
+            self.forgive(lag)
         self.apply(self.membership.tick(now))
         progressed = {number: link.progressed for number, link in self.executors.items()}
         self._apply_generation(self.generations.tick(now, self.settings.drain_deadline_seconds, progressed))

@@ -85,10 +85,24 @@ _NAME_BY_KIND |= {
     KIND_UNSPECIFIED: "UNSPECIFIED",
 }
 
+_KIND_BY_NAME: dict[str, int] = {name: kind for kind, name in _NAME_BY_KIND.items()}
+
 
 def kind_name(kind: int) -> str:
     """The name of a `DTypeProto.Kind`, for messages: "F32"."""
     return _NAME_BY_KIND.get(kind, f"kind {kind}")
+
+
+def kind_by_name(name: str) -> int:
+    """The `DTypeProto.Kind` of a name, which is also that of XLA's primitive type: "F32".
+
+    Raises:
+        StatusError: UNIMPLEMENTED for any other name.
+    """
+    kind = _KIND_BY_NAME.get(name)
+    if kind is None:
+        raise status.unimplemented(f"Element type {name} is not supported here.").error()
+    return kind
 
 
 def dtype_of_kind(kind: int) -> np.dtype:

@@ -380,6 +380,7 @@ HANDLERS: dict[str, Handler] = {
     for name in (
         "make_array_from_host_buffer", "make_arrays_from_host_buffer_shards", "make_error_arrays",
         "assemble_array_from_single_device_arrays", "disassemble_into_single_device_arrays", "fully_replicated_shard",
-        "copy_arrays", "reshard_arrays", "bitcast_arrays", "remap_arrays", "copy_to_host_buffer", "check_value_ready", "delete_array", "is_array_deleted", "destruct_array",
+        "copy_arrays", "reshard_arrays", "bitcast_arrays", "remap_arrays", "copy_to_host_buffer", "check_value_ready",
+        "delete_array", "is_array_deleted", "destruct_array",
     )
 }  # fmt: skip

@@ -43,8 +43,6 @@ def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
     program = request.program
     if program.type_name != XLA_PROGRAM:
         raise statuses.unimplemented(f"programs of type {program.type_name} are not supported").error()
-    if request.host_callbacks:
-        raise statuses.unimplemented("host callbacks are not supported by this version").error()
     options = messages.XlaCompileOptionsProto.FromString(request.compile_options.data).compile_options
     assignment = _take_assignment(session, options)
     serialized_options = options.SerializeToString(deterministic=True)
@@ -55,7 +53,9 @@ def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
         )
         if session.ended:
             return
-        executable = Executable(compiled, assignment)
+        callbacks = dict(session.callbacks.load(serialized) for serialized in request.host_callbacks)
+        response.loaded_host_callback_handles.extend(callbacks)
+        executable = Executable(compiled, assignment, callbacks)
         session.services.programs.retain(executable)
         handle = session.new_handle()
         session.executables[handle] = executable
@@ -162,6 +162,9 @@ def loaded_executable_execute(session: Session, request: Any, response: Any, lat
     if options.fill_status or request.result_status_handle:
         response.status_handle, future = session.new_future(None, request.result_status_handle)
         watchers.append(future.resolve)
+    if executable.callbacks:
+        executable.running += 1
+        watchers.append(lambda _: _execution_ended(session, executable))
     if services.observer.executing(session, executable):
         started = time.monotonic()
         watchers.append(lambda status: services.observer.executed(session, executable, started, status))
@@ -222,7 +225,30 @@ def loaded_executable_is_deleted(session: Session, request: Any, response: Any, 
 def loaded_executable_destruct(session: Session, request: Any, response: Any, later: Later) -> None:
     executable = session.executables.pop(request.loaded_executable_handle, None)
     if executable is not None:
-        session.services.programs.release(executable)
+        executable.dropped = True
+        if not executable.running:
+            _release(session, executable)
+
+
+def _release(session: Session, executable: Executable) -> None:
+    session.callbacks.unload(tuple(executable.callbacks))
+    session.services.programs.release(executable)
+
+
+def _execution_ended(session: Session, executable: Executable) -> None:
+    """Callbacks are answered until the last execution that may call them has ended."""
+    executable.running -= 1
+    if executable.dropped and not executable.running and not session.ended:
+        _release(session, executable)
+
+
+def loaded_host_callback_poll(session: Session, request: Any, response: Any, later: Later) -> Any:
+    session.callbacks.poll(request.loaded_host_callback_handle, later)
+    return LATER
+
+
+def loaded_host_callback_return(session: Session, request: Any, response: Any, later: Later) -> None:
+    raise statuses.invalid_argument("results of host callbacks come over the plugin's stream").error()
 
 
 HANDLERS: dict[str, Handler] = {
@@ -231,5 +257,6 @@ HANDLERS: dict[str, Handler] = {
         "compile", "loaded_executable_metadata", "loaded_executable_execute", "loaded_executable_fetch_execute_result",
         "check_future", "loaded_executable_cost_analysis", "loaded_executable_human_readable_program_text",
         "loaded_executable_delete", "loaded_executable_is_deleted", "loaded_executable_destruct",
+        "loaded_host_callback_poll", "loaded_host_callback_return",
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.protocol import messages, shardings
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import Status
+from ridgeway.proxy.host_callbacks import HostCallback
 
 DEFAULT_MEMORY_KIND = "device"
 
@@ -40,12 +41,24 @@ def program_key(artifact: bytes, options: bytes, replicas: int, partitions: int,
 class Executable:
     """A compiled program on given devices, as one session holds it."""
 
-    def __init__(self, compiled: CompiledProgram, assignment: tuple[tuple[int, ...], ...]):
+    def __init__(
+        self, compiled: CompiledProgram, assignment: tuple[tuple[int, ...], ...],
+        callbacks: dict[int, HostCallback] | None = None,
+    ):  # fmt: skip
         self.compiled = compiled
+        self.callbacks = callbacks or {}
+        """its host callbacks by their handles in the session"""
+        self.running = 0
+        """executions that are not complete, counted if there are callbacks"""
+        self.dropped = False
+        """the client has no use for it any more"""
         self.assignment = assignment
         self.devices = tuple(device for row in assignment for device in row)
         self.name: str = compiled.metadata["name"]
         self.program = f"{compiled.key[:32]}@{hashlib.sha256(repr(assignment).encode()).hexdigest()[:16]}"
+        if self.callbacks:
+            # Nobody else's: what it calls belongs to this session.
+            self.program += "#" + ",".join(str(callback.number) for callback in self.callbacks.values())
         self.donated = frozenset(compiled.metadata["donated"])
         self.arguments = len(compiled.metadata["inputs"])
         self.executions = 0
@@ -84,5 +97,5 @@ class Executable:
         kinds = [self.output_memory_kind(index) for index in range(len(metadata["outputs"]))]
         return [
             "load", self.program, self.name, self.compiled.options, self.assignment, metadata["inputs"],
-            metadata["outputs"], kinds,
+            metadata["outputs"], kinds, [[c.number, c.operands, c.results] for c in self.callbacks.values()],
         ], [self.compiled.serialized]  # fmt: skip

@@ -26,7 +26,6 @@ from ridgeway.worker.process_identity import hello_versions
 
 SECRET_VARIABLE = "RIDGEWAY_CLUSTER_SECRET"
 STOP_GRACE_SECONDS = 0.5
-MAXIMUM_TICK_LAG_SECONDS = 1.0
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -138,14 +137,8 @@ class Head:
             self.events.close()
 
     async def _ticks(self) -> None:
-        last = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            now = time.monotonic()
-            if now - last > MAXIMUM_TICK_LAG_SECONDS:
-                # This process itself was stopped or starved: what it did not hear was perhaps said.
-                self.manager.forgive(now - last)
-            last = now
             self.manager.tick()
 
 

@@ -87,13 +87,18 @@ class Programs:
             self._users[executable.program] = left
             return
         del self._users[executable.program]
+        if executable.callbacks:
+            self._unload(executable.program)  # it is like no other
+            return
         self._idle[executable.program] = None
         while len(self._idle) > IDLE_PROGRAMS_KEPT:
-            program, _ = self._idle.popitem(last=False)
-            for link in self._manager.executors.values():
-                if program in link.loaded_programs:
-                    link.loaded_programs.discard(program)
-                    link.send(["unload", [program]])
+            self._unload(self._idle.popitem(last=False)[0])
+
+    def _unload(self, program: str) -> None:
+        for link in self._manager.executors.values():
+            if program in link.loaded_programs:
+                link.loaded_programs.discard(program)
+                link.send(["unload", [program]])
 
     def ensure_loaded(self, executable: Executable, executors: tuple[ExecutorLink, ...]) -> None:
         """Give the program to those executors that do not have it."""

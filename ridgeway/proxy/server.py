@@ -7,9 +7,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ridgeway.protocol import messages, versions
+from ridgeway.protocol import callback_link, messages, versions
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import StatusError
+from ridgeway.proxy.host_callbacks import CallbackStream
 from ridgeway.proxy.services import Services
 from ridgeway.proxy.session import Session
 
@@ -55,6 +56,9 @@ class ProxyServer:
             "HostBufferStore": grpc.stream_unary_rpc_method_handler(self._store),
             "HostBufferLookup": grpc.unary_stream_rpc_method_handler(self._lookup),
             "HostBufferDelete": grpc.unary_unary_rpc_method_handler(self._delete),
+        }),))  # fmt: skip
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(callback_link.SERVICE, {
+            callback_link.METHOD: grpc.stream_stream_rpc_method_handler(self._host_callbacks),
         }),))  # fmt: skip
         try:
             bound = server.add_insecure_port(f"{host}:{port}")
@@ -140,6 +144,33 @@ class ProxyServer:
         finally:
             session.end(reason)
             responses.put_nowait(None)
+            writer.cancel()
+
+    async def _host_callbacks(self, requests: Any, context: Any) -> None:
+        """A client's plugin runs host callbacks."""
+        outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        stream = CallbackStream(outgoing.put_nowait)
+        registry = self._services.callbacks
+        client: callback_link.Client = ()
+
+        async def write() -> None:
+            while True:
+                await context.write(await outgoing.get())
+
+        writer = asyncio.create_task(write())
+        try:
+            async for data in requests:
+                message = callback_link.unpack(data)
+                if message[0] == "hello":
+                    client = tuple(message[1:])
+                    registry.opened(client, stream)
+                    outgoing.put_nowait(callback_link.pack(["ready"]))
+                else:
+                    stream.on_message(message)
+        except (ValueError, TypeError) as error:
+            await self._abort(context, statuses.invalid_argument(f"host callbacks: {error}"))
+        finally:
+            registry.closed(client, stream)
             writer.cancel()
 
     async def _relieve(self) -> None:

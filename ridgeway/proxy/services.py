@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeway.cluster.resource_manager import ResourceManager
 from ridgeway.proxy.dispatch import Dispatcher
+from ridgeway.proxy.host_callbacks import HostCallbackRegistry
 from ridgeway.proxy.programs import Programs
 from ridgeway.proxy.recovery_observer import RecoveryObserver
 from ridgeway.settings import Settings
@@ -35,6 +36,8 @@ class Services:
         self.versions = versions
         self.dispatcher = Dispatcher(manager, programs)
         self.observer = RecoveryObserver(manager, emit)
+        self.callbacks = HostCallbackRegistry()
+        manager.on_host_callback = self.callbacks.called
         self.handlers: dict[str, Handler] = {}
         self.sessions: dict[int, Session] = {}
         manager.on_generation.append(programs.preload)

@@ -15,6 +15,7 @@ from ridgeway.protocol.versions import ProxyVersion
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
+from ridgeway.proxy.host_callbacks import SessionCallbacks
 from ridgeway.proxy.services import Services
 
 SERVER_HANDLES_FROM = 1 << 40
@@ -82,6 +83,7 @@ class Session:
         self.buffers = HostBufferStore(
             services.settings.host_buffer_limit_bytes, services.settings.host_buffer_timeout_seconds
         )
+        self.callbacks = SessionCallbacks(services.callbacks, self.new_handle)
         self.requests = 0
         self.ended = False
         self._send = send
@@ -223,6 +225,7 @@ class Session:
         for executable in self.executables.values():
             self.services.programs.release(executable)
         self.executables.clear()
+        self.callbacks.close()
         self.futures.clear()
         self.buffers.close()
         self.services.session_ended(self, reason, held)

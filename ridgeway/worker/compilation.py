@@ -100,6 +100,7 @@ def _signature(module: Any) -> dict[str, Any]:
     )
     if main is None:
         raise statuses.invalid_argument(f"the program {name!r} has no function 'main'").error()
+    _replace_tokens(main)
     function = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
     donated = []
     if "arg_attrs" in main.attributes:
@@ -113,6 +114,48 @@ def _signature(module: Any) -> dict[str, Any]:
         "outputs": [_array_type(t) for t in function.results],
         "donated": donated,
     }
+
+
+def _replace_tokens(main: Any) -> None:
+    """Make token arguments and results of a program with ordered effects empty arrays, which is what jax passes for
+    them: a token has no place in an array that is moved, kept or sent.  The order stays: an execution waits for its
+    arguments, and its results are there when all of it is done."""
+    empty = ir.RankedTensorType.get([0], ir.IntegerType.get_signless(1))
+
+    def without_tokens(kinds: list[Any]) -> list[Any]:
+        return [empty if _is_token(kind) else kind for kind in kinds]
+
+    function = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
+    if not any(_is_token(kind) for kind in [*function.inputs, *function.results]):
+        return
+    [block] = main.regions[0].blocks
+    for argument in block.arguments:
+        if _is_token(argument.type):
+            with ir.InsertionPoint.at_block_begin(block):
+                token = stablehlo.after_all([])
+            argument.replace_all_uses_with(token)
+            argument.set_type(empty)
+    terminator = block.operations[len(block.operations) - 1]
+    for index, value in enumerate(terminator.operands):
+        if _is_token(value.type):
+            with ir.InsertionPoint(terminator):
+                terminator.operands[index] = stablehlo.constant(
+                    ir.DenseElementsAttr.get(np.zeros(0, np.bool_), type=empty)
+                )
+    for name, kinds in (("arg_attrs", function.inputs), ("res_attrs", function.results)):
+        if name in main.attributes:
+            # A sharding of a token fits no array.
+            main.attributes[name] = ir.ArrayAttr.get([
+                ir.DictAttr.get({}) if _is_token(kind) else attributes
+                for kind, attributes in zip(kinds, ir.ArrayAttr(main.attributes[name]), strict=True)
+            ])
+    main.attributes["function_type"] = ir.TypeAttr.get(
+        ir.FunctionType.get(without_tokens(function.inputs), without_tokens(function.results))
+    )
+
+
+def _is_token(kind: Any) -> bool:
+    return str(kind) == "!stablehlo.token"
 
 
 def _array_type(kind: Any) -> list[Any]:

@@ -150,8 +150,9 @@ class Runtime:
             [_jax.ArrayCopySemantics.ALWAYS_COPY],
         )[0]
 
-    def load(self, source: ProgramSource) -> LoadedProgram:
-        """The program's executable on this runtime, loaded at first use; from any thread."""
+    def load(self, source: ProgramSource, callbacks: Sequence[Callable[..., Any]] = ()) -> LoadedProgram:
+        """The program's executable on this runtime, loaded at first use; from any thread. ``callbacks``: its host
+        callbacks, which XLA calls with numpy arrays (None for a token) and which return a tuple of them."""
         loaded = self.programs.get(source.program)
         if loaded is not None:
             return loaded
@@ -168,7 +169,9 @@ class Runtime:
             device_list = _jax.DeviceList(tuple(self._devices[d] for d in source.devices))
             if _LAPACK_TARGET in source.serialized:
                 _lapack.initialize()
-            executable = self._client.deserialize_executable(source.serialized, device_list, options)
+            executable = self._client.deserialize_executable(
+                source.serialized, device_list, options, list(callbacks)
+            )
             loaded = self.programs[source.program] = LoadedProgram(self, source, executable)
         return loaded
 

@@ -24,6 +24,7 @@ from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import buffers, device_runtime
 from ridgeway.worker.agreement import Agreement
 from ridgeway.worker.buffer_orders import BufferOrders
+from ridgeway.worker.callbacks import CallbackCaller, without_own_frames
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.process_identity import hello_versions
@@ -56,6 +57,7 @@ class Executor:
         self.server = TransferServer(
             self.address, arguments["secret"], self.promises, self.settings.handshake_timeout_seconds
         )
+        self.callbacks = CallbackCaller(self.promises, link.send, self.settings.callback_timeout_seconds)
         self.current_program = ""
         self._lock = threading.Lock()
         self.agreement = Agreement()
@@ -125,6 +127,8 @@ class Executor:
         """Tell the head that this process lives, and how far it is."""
         waiters = self.waiters
         outstanding = self._dispatched < self._received or waiters.outstanding > 0
+        if self.callbacks.waiting:
+            outstanding = False  # it is the controller that takes its time
         completed = self._completed_before + waiters.completed + self._waits
         self._tell(
             ["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid())]
@@ -145,7 +149,7 @@ class Executor:
             return given
         if runtime.aborted is not None:
             return runtime.aborted
-        text = str(error)
+        text = without_own_frames(str(error))
         if given is None and runtime.generation > 0 and statuses.is_collective_failure(text):
             return GenerationFailure(Code.ABORTED, f"collective failed: {text[:500]}", runtime.generation)
         return given or statuses.classify_runtime_error(text)
@@ -229,6 +233,7 @@ class Executor:
         if entering is not None and entering.generation == generation:
             entering.abort(cause)
         if runtime.generation == generation:
+            self.callbacks.abandon(cause)
             runtime.abort(cause, self.heartbeat)
 
     # ---- orders: generations

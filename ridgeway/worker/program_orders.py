@@ -46,7 +46,7 @@ class ProgramOrders:
                 if runtime.aborted is not None or not runtime.has_devices(source.devices):
                     return
                 try:
-                    runtime.load(source)
+                    self._loaded(source, runtime)
                 except Exception as error:  # whoever executes it gets the same error as a value
                     print(f"preloading {source.name}: {str(error)[:200]}", flush=True)
 
@@ -75,7 +75,7 @@ class ProgramOrders:
                 raise executor.not_entered(source.name).error()
             if spans:
                 executor.wait_for_agreement(runtime)
-            loaded = runtime.load(source)
+            loaded = self._loaded(source, runtime)
             arrays = [self._argument(a, i, loaded, runtime) for i, a in enumerate(arguments)]
             for index in kept:
                 shards = device_runtime.shards_of(arrays[index])
@@ -109,6 +109,17 @@ class ProgramOrders:
                 answer(None, error)
 
         executor.waiters.execution(token, complete, tainted)
+
+    def _loaded(self, source: program_source.ProgramSource, runtime: Runtime) -> LoadedProgram:
+        loaded = runtime.programs.get(source.program)
+        if loaded is None:
+            spans = any(device not in runtime.local for device in source.devices)
+            callbacks = [
+                self._executor.callbacks.function(number, operands, results, spans)
+                for number, operands, results in source.callbacks
+            ]
+            loaded = runtime.load(source, callbacks)
+        return loaded
 
     def _argument(self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime) -> Any:
         if type(argument) is int:

@@ -25,6 +25,8 @@ class ProgramSource:
     outputs: tuple[tuple[Shape, np.dtype], ...]
     output_memory_kinds: tuple[str | None, ...]
     serialized: bytes
+    callbacks: tuple[Any, ...] = ()
+    """of each host callback its number, operands and results, see `worker.callbacks`"""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -37,16 +39,16 @@ class ProgramSource:
             self.program, self.name, self.options, self.assignment,
             [[shape, dtypes.kind_of_dtype(dtype)] for shape, dtype in self.inputs],
             [[shape, dtypes.kind_of_dtype(dtype)] for shape, dtype in self.outputs],
-            self.output_memory_kinds,
+            self.output_memory_kinds, self.callbacks,
         ]  # fmt: skip
 
 
 def from_fields(fields: list[Any], serialized: bytes) -> ProgramSource:
     """The inverse of `ProgramSource.to_fields`."""
-    program, name, options, assignment, inputs, outputs, memory_kinds = fields
+    program, name, options, assignment, inputs, outputs, memory_kinds, callbacks = fields
     return ProgramSource(
         program, name, options, tuple(tuple(row) for row in assignment), _arrays(inputs), _arrays(outputs),
-        tuple(memory_kinds), serialized,
+        tuple(memory_kinds), serialized, tuple(callbacks),
     )  # fmt: skip
 
 

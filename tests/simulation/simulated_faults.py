@@ -166,7 +166,9 @@ class Faults:
 
     def _cut_off(self, seconds: float) -> None:
         agent = self._agent()
-        if agent is not None:
+        # Before a slot was ever ready, a supervisor takes two refusals for a mistake that it must tell: the place of
+        # one that was killed while it was cut off is refused until the head has noticed.
+        if agent is not None and agent.machine.was_ready:
             self._touch(agent, "it was cut off from the head")
             machine = agent.machine
             for direction in self._world.random.choice((("to_head",), ("from_head",), ("to_head", "from_head"))):

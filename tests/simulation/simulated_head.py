@@ -23,8 +23,6 @@ from simulated_worker import SimulatedAgent
 from simulated_xla import SimulatedRendezvous
 
 TICK_SECONDS = 0.1
-MAXIMUM_TICK_LAG_SECONDS = 1.0
-"""as in `ridgeway.proxy.head`"""
 CONTROL_SECONDS = (0.0005, 0.005)
 SPAWN_SECONDS = (0.02, 0.1)
 VERSIONS = {"ridgeway": "1", "jax": "1", "jaxlib": "1", "python": "3"}
@@ -98,7 +96,6 @@ class SimulatedCluster:
         self._connections = Connections(self.manager, "", "simulated", VERSIONS, no_control)
         self._policy = supervision.Supervision(options)
         self._policy_timer: Any = None
-        self._last_tick = world.now
         self._orders: dict[int, _OrderStream] = {}
         self.aborted: set[int] = set()
         """generations whose end was told to anybody"""
@@ -108,10 +105,6 @@ class SimulatedCluster:
     # ---- the head
 
     def _tick(self) -> None:
-        now = self.world.now
-        if now - self._last_tick > MAXIMUM_TICK_LAG_SECONDS:
-            self.manager.forgive(now - self._last_tick)
-        self._last_tick = now
         self.manager.tick()
         self.manager.check()
         self.process.after(TICK_SECONDS, self._tick)
@@ -124,9 +117,16 @@ class SimulatedCluster:
             world.say(f"{kind} {fields}")
         if kind == "host_lost":
             self._check_loss(fields)
+        elif kind == "host_ready":
+            self._note_ready(fields["incarnation"])
         event = narration.to_policy({"kind": kind, **fields})
         if event is not None:
             world.loop.call_later(world.random.uniform(*CONTROL_SECONDS), self._policy_event, event)
+
+    def _note_ready(self, incarnation: int) -> None:
+        worker = self.agents.get(self.manager.agents[incarnation].launch_id)
+        if worker is not None:
+            worker.machine.was_ready = True
 
     def _check_loss(self, fields: dict[str, Any]) -> None:
         """A host is lost only after something was done to it."""

@@ -87,6 +87,7 @@ class Machine:
         self.blocked = {"to_head": False, "from_head": False}
         self.touched: str | None = None
         """the fault that was done to it, if any: only then may what runs on it be lost"""
+        self.was_ready = False
         self.pipes: list[Pipe] = []
 
     def heal(self) -> None:

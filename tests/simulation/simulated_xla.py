@@ -126,11 +126,11 @@ class XlaWorld:
     def member_died(self, executor: "SimulatedExecutor") -> None:
         """Connections to it break: its neighbours' collectives fail, the others' hang."""
         ranks = [rank for rank, member in self.attached.items() if member is executor]
-        for clique, rounds in self._cliques.items():
+        for clique, rounds in list(self._cliques.items()):
             if not any(rank in clique for rank in ranks):
                 continue
-            for calls in rounds:
-                for rank, call in calls.items():
+            for calls in list(rounds):
+                for rank, call in list(calls.items()):
                     if not call.answered and rank not in ranks and self._world.random.random() < 0.5:
                         self._finish(call, rank, BROKEN)
 

@@ -1,0 +1,17 @@
+"""What runs in the user's process beside jax: found by jax through the entry point group ``jax_plugins``.
+
+A stock client without it works too, but for host callbacks (`jax.pure_callback`, `jax.experimental.io_callback`,
+`jax.debug.print` and their like).  jax imports this in every process that has Ridgeway installed, so it does nothing
+unless the ``proxy`` platform is asked for.
+"""
+
+
+def initialize() -> None:
+    """Called by jax before it makes its backends."""
+    import jax
+
+    if "proxy" in (jax.config.jax_platforms or "").split(","):
+        from ridgeway.client import backend, host_callbacks
+
+        backend.register()
+        host_callbacks.install()

@@ -1,0 +1,40 @@
+"""The ``proxy`` backend as the plugin registers it, around the one that jax or pathwaysutils have registered."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import xla_bridge
+
+CREDENTIALS_VARIABLE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
+
+
+def register() -> None:
+    """Register the backend; called before jax makes its backends."""
+    known = xla_bridge._backend_factories.get("proxy")
+    connect = _connect if known is None else known.factory  # jax registers one itself since 0.12
+    xla_bridge.register_backend_factory("proxy", lambda: _make(connect), priority=-1)
+
+
+def _make(connect: Callable[[], Any]) -> Any:
+    # jaxlib's client knows only Google's credentials and none, and with the former fails outside Google's cloud.
+    os.environ.setdefault(CREDENTIALS_VARIABLE, "true")
+    client = connect()
+    # jax hands the arguments of a callback over on a local CPU device, as there is one beside every accelerator that
+    # it chooses by itself. This runs where jax makes its backends, of which `proxy` stays the default.
+    if "cpu" not in (jax.config.jax_platforms or "").split(","):
+        xla_bridge._backends["cpu"] = xla_bridge._init_backend("cpu")
+    return client
+
+
+def _connect() -> Any:
+    from jax.extend.backend import ifrt_proxy
+
+    target = jax.config.read("jax_backend_target")
+    if not target:
+        raise RuntimeError(
+            "JAX_PLATFORMS=proxy needs the address of a Ridgeway cluster in JAX_BACKEND_TARGET, as "
+            "grpc://127.0.0.1:29000; `ridgeway run` and `ridgeway up` set it."
+        )
+    return ifrt_proxy.get_client(target, ifrt_proxy.ClientConnectionOptions())

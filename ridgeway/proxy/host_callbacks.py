@@ -1,0 +1,206 @@
+"""Host callbacks between the workers that call them and the client that runs them.
+
+The client's plugin has a stream to this server on which calls go out and results come back (`protocol.callback_link`).
+jaxlib's client polls for calls too, but cannot run any: it is told of none until the program is dropped.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.protocol import callback_link, dtypes, messages
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.callback_link import Client
+from ridgeway.protocol.status import Code, Status
+
+Arrays = list[tuple[int, tuple[int, ...]]]
+"""Dtype kind and shape of each operand or result."""
+Later = Callable[[Status | None], None]
+
+_DROPPED = statuses.failed_precondition("the program of a host callback was dropped, or its client went away")
+_NO_STREAM = statuses.unavailable("the client's connection for host callbacks is closed")
+
+
+class _Call:
+    """A worker waits for the result."""
+
+    __slots__ = ("_executor", "_token", "callback")
+
+    def __init__(self, callback: "HostCallback", executor: ExecutorLink, token: int):
+        self.callback = callback
+        self._executor = executor
+        self._token = token
+
+    def finish(self, result: bytes | Status) -> None:
+        if isinstance(result, Status):
+            self._executor.send_aside(["data_failed", self._token, int(result.code), result.message])
+        else:
+            self._executor.send_aside(["data", self._token], [result])
+
+
+class HostCallback:
+    """One callback of one executable."""
+
+    def __init__(self, number: int, client: Client, client_number: int, operands: Arrays, results: Arrays):
+        self.number = number
+        self.client = client
+        self.client_number = client_number
+        self.operands = operands
+        self.results = results
+        self.poll: Later | None = None
+        """the answer to jaxlib's poll"""
+
+
+class CallbackStream:
+    """The stream of one client. ``send`` never blocks."""
+
+    def __init__(self, send: Callable[[bytes], None]):
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, _Call] = {}
+
+    def call(self, call: _Call, data: bytes) -> None:
+        """Have the client run a callback."""
+        number = next(self._numbers)
+        self._calls[number] = call
+        self._send(callback_link.pack(["call", number, call.callback.client_number, data]))
+
+    def on_message(self, message: list[Any]) -> None:
+        """The client has run one.
+
+        Raises:
+          ValueError: it is no such message.
+        """
+        kind, number, value = message
+        call = self._calls.pop(number, None)
+        if call is None:
+            return  # it was given up meanwhile
+        if kind == "result":
+            call.finish(value)
+        else:
+            call.finish(Status(Code.UNKNOWN, statuses.without_retried_words(str(value))))
+
+    def drop(self, callback: HostCallback) -> None:
+        """Nobody waits for this one's results any more."""
+        for number in [number for number, call in self._calls.items() if call.callback is callback]:
+            self._calls.pop(number).finish(_DROPPED)
+
+    def close(self) -> None:
+        """The client is gone."""
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.finish(_NO_STREAM)
+
+
+class HostCallbackRegistry:
+    """All callbacks of a head, by the number that workers know them by, and all clients' streams."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._callbacks: dict[int, HostCallback] = {}
+        self._streams: dict[Client, CallbackStream] = {}
+
+    def opened(self, client: Client, stream: CallbackStream) -> None:
+        """A client's plugin has connected."""
+        self._streams[client] = stream
+
+    def closed(self, client: Client, stream: CallbackStream) -> None:
+        """Its stream has ended."""
+        if self._streams.get(client) is stream:
+            del self._streams[client]
+        stream.close()
+
+    def add(self, serialized: bytes) -> HostCallback:
+        """A callback from the `XlaHostCallbackProto` that the client sends with a program.
+
+        Raises:
+          StatusError: it cannot be read, or only a client without the plugin could run it.
+        """
+        try:
+            proto = messages.XlaHostCallbackProto.FromString(serialized)
+            shapes = [info.shape.dimensions for info in proto.operands]
+            client, client_number = callback_link.parse_callback_name(shapes[: callback_link.NAME_OPERANDS])
+        except Exception:
+            raise statuses.unimplemented(
+                "host callbacks need Ridgeway installed in the client's Python, where jax finds it as a plugin"
+            ).error() from None
+        number = next(self._numbers)
+        operands = _arrays(proto.operands[callback_link.NAME_OPERANDS :])
+        callback = HostCallback(number, client, client_number, operands, _arrays(proto.results))
+        self._callbacks[number] = callback
+        return callback
+
+    def remove(self, callback: HostCallback) -> None:
+        """The executable is dropped."""
+        self._callbacks.pop(callback.number, None)
+        stream = self._streams.get(callback.client)
+        if stream is not None:
+            stream.drop(callback)
+        poll, callback.poll = callback.poll, None
+        if poll is not None:
+            poll(None)  # without a call: jaxlib's client stops polling
+
+    def called(self, executor: ExecutorLink, number: int, token: int, data: bytes) -> None:
+        """A worker calls."""
+        callback = self._callbacks.get(number)
+        if callback is None:
+            executor.send_aside(["data_failed", token, int(_DROPPED.code), _DROPPED.message])
+            return
+        call = _Call(callback, executor, token)
+        stream = self._streams.get(callback.client)
+        if stream is None:
+            call.finish(_NO_STREAM)
+        else:
+            stream.call(call, data)
+
+
+class SessionCallbacks:
+    """The callbacks of one session, by their handles."""
+
+    def __init__(self, registry: HostCallbackRegistry, new_handle: Callable[[], int]):
+        self._registry = registry
+        self._new_handle = new_handle
+        self._callbacks: dict[int, HostCallback] = {}
+
+    def load(self, serialized: bytes) -> tuple[int, HostCallback]:
+        """A callback of a program that is being compiled, under a new handle.
+
+        Raises:
+          StatusError: as `HostCallbackRegistry.add`.
+        """
+        callback = self._registry.add(serialized)
+        handle = self._new_handle()
+        self._callbacks[handle] = callback
+        return handle, callback
+
+    def unload(self, handles: tuple[int, ...]) -> None:
+        """Their program is dropped."""
+        for handle in handles:
+            callback = self._callbacks.pop(handle, None)
+            if callback is not None:
+                self._registry.remove(callback)
+
+    def poll(self, handle: int, later: Later) -> None:
+        """Answer when the program is dropped."""
+        callback = self._callbacks.get(handle)
+        if callback is None:
+            later(None)
+        elif callback.poll is not None:
+            later(statuses.failed_precondition("a host callback is polled twice at once"))
+        else:
+            callback.poll = later
+
+    def close(self) -> None:
+        """The client is gone."""
+        self.unload(tuple(self._callbacks))
+
+
+def _arrays(infos: Any) -> Arrays:
+    return [(_kind(info.shape), tuple(info.shape.dimensions)) for info in infos]
+
+
+def _kind(shape: Any) -> int:
+    """The dtype kind of an `xla.ShapeProto`: IFRT names its kinds as XLA does."""
+    name = shape.DESCRIPTOR.fields_by_name["element_type"].enum_type.values_by_number[shape.element_type].name
+    return dtypes.kind_by_name(name)
