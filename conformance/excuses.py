@@ -17,7 +17,7 @@ class Excuse:
 
 EXCUSES = (
     Excuse(
-        "a direct pointer into a device's memory (buffer protocol, dlpack, unsafe pointers), which is in another process",
+        "a direct pointer into a device's memory (buffer protocol, dlpack, unsafe pointers): it is another process's",
         reason=r"PjRt-compatible backend only|BufferError|unsafe_buffer_pointer|__array_interface__|dlpack",
     ),
     Excuse(

@@ -57,15 +57,24 @@ def _say(text: str) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--jax-tests", type=click.Path(exists=True, file_okay=False, path_type=Path), required=True,
-              help="The folder with JAX's test files, of the version that is installed.")
+@click.option(
+    "--jax-tests",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    required=True,
+    help="The folder with JAX's test files, of the version that is installed.",
+)
 @click.option("--files", default=",".join(DEFAULT_FILES), help="Test files, without _test.py, with commas.")
 @click.option("--topology", "topologies", multiple=True, default=("1x1x8",), help="A cluster to use (repeatable).")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Where the table goes.")
-@click.option("--records", type=click.Path(file_okay=False, path_type=Path), default=None,
-              help="Keep every test's outcome here; a later run with the same folder runs only what is missing.")
-@click.option("--sample", type=click.IntRange(min=0), default=0,
-              help="At most so many tests of a file, always the same; 0: all.")
+@click.option(
+    "--records",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Keep every test's outcome here; a later run with the same folder runs only what is missing.",
+)
+@click.option(
+    "--sample", type=click.IntRange(min=0), default=0, help="At most so many tests of a file, always the same; 0: all."
+)
 @click.option("--cases", type=click.IntRange(min=1), default=5, help="Generated cases of a parameterized test.")
 @click.option("--test-seconds", type=float, default=120.0, help="Deadline of one test.")
 @click.option("--file-seconds", type=float, default=3600.0, help="Deadline of one file.")

@@ -145,7 +145,7 @@ class Connections:
     def _process_exited(self, agent: AgentLink, role: str, number: int, code: int) -> None:
         if agent.slot is not None and role == "executor":
             text = f"executor killed by signal {-code}" if code < 0 else f"executor exited with code {code}"
-            self._manager.explain_loss(agent.slot, text)
+            self._manager.explain_loss(agent.slot, text, number)
 
     async def _send_heartbeats(self, agent: AgentLink) -> None:
         while True:

@@ -23,6 +23,7 @@ from ridgeway.protocol.status import Status
 from ridgeway.settings import Settings
 
 CAUSES_KEPT = 1000
+CAUSE_CHARACTERS = 300
 EXECUTIONS_KEPT = 20_000
 EXPECTED_FOR_SECONDS = 60.0
 TICK_SECONDS = 0.05
@@ -253,12 +254,13 @@ class ResourceManager:
                             **self._slot_names(link.slot),
                             reason=f"did not leave generation {generation} in time",
                         )
-                        self.apply(self.membership.recycle_executor(
-                            self.clock(), number,
-                            membership_machine.Loss(
-                                False, f"it did not leave the aborted generation {generation} (drain_deadline_seconds)"
-                            ),
-                        ))  # fmt: skip
+                        description = f"it did not leave the aborted generation {generation} (drain_deadline_seconds)"
+                        cause = self._causes.get(generation)
+                        if cause is not None:
+                            # Whoever reads of this loss wants to know of the one behind it.
+                            description += f"; that had ended because {cause.message[:CAUSE_CHARACTERS]}"
+                        loss = membership_machine.Loss(False, description)
+                        self.apply(self.membership.recycle_executor(self.clock(), number, loss))
                 case generation_machine.Retire(generation):
                     port = self._services.pop(generation, None)
                     if port is not None:
@@ -388,7 +390,6 @@ class ResourceManager:
             f"{link.place} (executor {number}) was lost: {loss.description}",
         )
         self._last_loss[slot] = status
-        self._expected.pop(self.topology.slice_of_slot(slot), None)
         for generation in self.generations.generations.values():
             if number in generation.members and not generation.aborted and number in generation.remaining:
                 self._causes.setdefault(generation.number, status)
@@ -423,10 +424,13 @@ class ResourceManager:
         self._expected.pop(slice_index, None)
         self._spans_epoch = -1
 
-    def explain_loss(self, slot: int, description: str) -> None:
-        """Add what the launcher or the agent knows of a loss to what users read."""
+    def explain_loss(self, slot: int, description: str, executor: int | None = None) -> None:
+        """Add what the launcher or the agent knows of a loss to what users read; news of an ``executor`` that is not
+        the one lost last there comes too late."""
         last = self._last_loss[slot]
-        if last is not None and description not in last.message:
+        if last is None or (executor is not None and f"(executor {executor})" not in last.message):
+            return
+        if description not in last.message:
             self._last_loss[slot] = Status(last.code, f"{last.message} ({description})")
             self._spans_epoch = -1
 

@@ -238,7 +238,7 @@ def _release(session: Session, executable: Executable) -> None:
 def _execution_ended(session: Session, executable: Executable) -> None:
     """Callbacks are answered until the last execution that may call them has ended."""
     executable.running -= 1
-    if executable.dropped and not executable.running and not session.ended:
+    if executable.dropped and not executable.running:
         _release(session, executable)
 
 
@@ -251,12 +251,22 @@ def loaded_host_callback_return(session: Session, request: Any, response: Any, l
     raise statuses.invalid_argument("results of host callbacks come over the plugin's stream").error()
 
 
+def loaded_executable_mpmd_metadata(session: Session, request: Any, response: Any, later: Later) -> None:
+    raise statuses.unimplemented(
+        "MPMD executables are not supported: each program here is compiled as one SPMD program for all its devices"
+    ).error()
+
+
+loaded_executable_mpmd_cost_analysis = loaded_executable_mpmd_metadata
+
+
 HANDLERS: dict[str, Handler] = {
     name: globals()[name]
     for name in (
         "compile", "loaded_executable_metadata", "loaded_executable_execute", "loaded_executable_fetch_execute_result",
         "check_future", "loaded_executable_cost_analysis", "loaded_executable_human_readable_program_text",
         "loaded_executable_delete", "loaded_executable_is_deleted", "loaded_executable_destruct",
-        "loaded_host_callback_poll", "loaded_host_callback_return",
+        "loaded_host_callback_poll", "loaded_host_callback_return", "loaded_executable_mpmd_metadata",
+        "loaded_executable_mpmd_cost_analysis",
     )
 }  # fmt: skip

@@ -47,7 +47,7 @@ class HostShard:
 class Promise:
     """Host bytes that are on their way, from the head or from another executor."""
 
-    __slots__ = ("_arrived", "_callbacks", "_lock", "_value", "claimed", "source")
+    __slots__ = ("_arrived", "_callbacks", "_lock", "_value", "claimed", "claimed_at", "source")
 
     def __init__(self) -> None:
         self._arrived = threading.Event()
@@ -55,6 +55,7 @@ class Promise:
         self._callbacks: list[Callable[[Any], None]] = []
         self._value: Any = None
         self.claimed = False
+        self.claimed_at = 0.0
         self.source: int | None = None
         """The executor that sends them, or None: the head."""
 
@@ -132,6 +133,7 @@ class PromiseTable:
             if not promise.resolved:
                 self._promises[token] = promise
             promise.claimed = True
+            promise.claimed_at = time.monotonic()
             promise.source = source
             return promise
 
@@ -147,6 +149,18 @@ class PromiseTable:
             if promise.claimed:
                 del self._promises[token]
         promise.resolve(value)
+
+    def expire(self, patience_seconds: float) -> None:
+        """Fail what was announced so long ago and did not come: the network between two hosts can swallow bytes
+        without either of them noticing."""
+        now = time.monotonic()
+        with self._lock:
+            late = [t for t, p in self._promises.items() if p.claimed and now - p.claimed_at >= patience_seconds]
+            promises = [self._promises.pop(token) for token in late]
+        for promise in promises:
+            promise.resolve(statuses.deadline_exceeded(
+                f"bytes that were announced did not come within {patience_seconds} s (transfer_timeout_seconds)"
+            ))  # fmt: skip
 
     def peer_lost(self, source: int, status: Status) -> None:
         """What another executor was to send will never come."""

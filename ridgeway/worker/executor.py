@@ -121,6 +121,7 @@ class Executor:
         pause = threading.Event()
         while True:
             self.heartbeat()
+            self.promises.expire(self.settings.transfer_timeout_seconds)
             pause.wait(self.settings.heartbeat_interval_seconds)
 
     def heartbeat(self) -> None:

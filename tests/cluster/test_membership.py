@@ -293,7 +293,11 @@ def test_a_host_lost_while_joining_is_told_with_its_cause() -> None:
     effects = cluster.machine.agent_closed(1.0, agent, "connection to its agent closed")
     assert not of_kind(effects, LoseExecutor)
     (event,) = events(effects, "host_lost")
-    assert (event["was_joining"], event["code"], event["cause"]) == (True, "DATA_LOSS", "connection to its agent closed")
+    assert (event["was_joining"], event["code"], event["cause"]) == (
+        True,
+        "DATA_LOSS",
+        "connection to its agent closed",
+    )
 
     silent, _ = cluster.agent(0)
     effects = cluster.wait(11.0, agents=False)

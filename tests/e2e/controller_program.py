@@ -38,16 +38,26 @@ def devices_of(*slices: int) -> list[Any]:
     return [device for device in jax.devices() if device.slice_index in slices]
 
 
-def sharded(devices: list[Any], rows_each: int = 4, columns: int = 8) -> jax.Array:
-    """f32[rows_each * devices, columns] of known values, a part of it on each device."""
-    rows = rows_each * len(devices)
-    values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    return jax.device_put(values, NamedSharding(Mesh(np.array(devices), ("x",)), P("x")))
+ROWS_EACH, COLUMNS = 4, 256
+
+
+def plain(count: int) -> np.ndarray:
+    """f32[4 * count, 256]: what `sharded` puts on so many devices."""
+    return (np.arange(ROWS_EACH * count * COLUMNS) % 97).astype(np.float32).reshape(-1, COLUMNS)
+
+
+def sharded(devices: list[Any]) -> jax.Array:
+    """f32[4 * devices, 256] of known values, four rows of it on each device."""
+    return jax.device_put(plain(len(devices)), NamedSharding(Mesh(np.array(devices), ("x",)), P("x")))
 
 
 @jax.jit
 def mix(values: jax.Array, turns: int) -> jax.Array:
-    """``turns`` all-reduces one after the other over all devices of ``values``, each of about a millisecond."""
+    """``turns`` all-reduces one after the other over all devices of ``values``, each of about a millisecond.
+
+    Every row moves to the mean of all; the total stays.  XLA for CPUs runs programs of less than a thousand
+    operations in the thread that starts them; this one is large enough to run beside it, as real ones do.
+    """
 
     def turn(_: int, v: jax.Array) -> jax.Array:
         return v * 0.5 + jnp.sum(v, axis=0, keepdims=True) / v.shape[0] * 0.5
@@ -57,7 +67,7 @@ def mix(values: jax.Array, turns: int) -> jax.Array:
 
 namespace = {
     "jax": jax, "jnp": jnp, "np": np, "Mesh": Mesh, "NamedSharding": NamedSharding, "P": P, "say": say,
-    "devices_of": devices_of, "sharded": sharded, "mix": mix, "os": os,
+    "devices_of": devices_of, "plain": plain, "sharded": sharded, "mix": mix, "os": os,
 }  # fmt: skip
 
 

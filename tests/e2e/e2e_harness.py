@@ -382,6 +382,11 @@ def cluster_in(folder: Path, topology: str, *options: str) -> Iterator[Cluster]:
         take_down(cluster)
 
 
+def total(devices: int, factor: float = 1.0) -> Any:
+    """What the sum of a controller's ``sharded`` over so many devices is, ``mix`` or not; compare with ``==``."""
+    return pytest.approx(factor * sum(number % 97 for number in range(devices * 4 * 256)), rel=1e-4)
+
+
 class ProgramError(Exception):
     """What a controller's code raised: the exception's type (with its module) and text."""
 

@@ -7,12 +7,11 @@ import socket
 from collections.abc import Sequence
 
 import e2e_harness as harness
-from e2e_harness import Cluster, Place, Running, is_gone, until, wait_gone
+from e2e_harness import Cluster, Place, Running, is_gone, total, until, wait_gone
 
 pytestmark = harness.MARKS
 
 SECRET = "an end-to-end test's secret"
-SUM_OF_FOUR = float(sum(range(4 * 4 * 8)))
 TRY = "result = float(mix(sharded(devices_of(0, 1)), 3).sum())"
 
 
@@ -69,7 +68,7 @@ def test_workers_end_with_their_head(place: Place) -> None:
         assert text.startswith("DATA_LOSS: ") and "slice 0 host 0 has not joined the cluster yet" in text, text
         workers = [start_worker(place, port, slice_index) for slice_index in (0, 1)]
         cluster.wait_whole()
-        assert controller.run(TRY) == SUM_OF_FOUR
+        assert controller.run(TRY) == total(4)
         controller.start("""
 values = sharded(devices_of(0, 1))
 say("stepping")
@@ -101,7 +100,7 @@ def test_workers_wait_for_a_new_head_and_a_zombie_does_not_disturb(place: Place)
     before = cluster.wait_whole()
     since = cluster.now()
     with contextlib.closing(cluster.controller()) as controller:
-        assert controller.run(TRY) == SUM_OF_FOUR
+        assert controller.run(TRY) == total(4)
 
         # A worker falls silent, somebody starts another one for its place, then the first one wakes up.
         zombie = workers[1]
@@ -113,7 +112,7 @@ def test_workers_wait_for_a_new_head_and_a_zombie_does_not_disturb(place: Place)
         assert text.startswith("DEADLINE_EXCEEDED: ") and "slice 1 host 0" in text, text
         workers[1] = start_worker(place, port, 1)
         cluster.wait_whole()
-        assert controller.run(TRY) == SUM_OF_FOUR
+        assert controller.run(TRY) == total(4)
         replaced = cluster.hosts()
         awake = cluster.now()
         for pid in reversed(family):
@@ -121,7 +120,7 @@ def test_workers_wait_for_a_new_head_and_a_zombie_does_not_disturb(place: Place)
         assert zombie.wait() == 2, zombie.describe()
         assert "slice 1 host 0 is taken" in zombie.stderr[-1], zombie.describe()
         wait_gone(*family)
-        assert controller.run(TRY) == SUM_OF_FOUR
+        assert controller.run(TRY) == total(4)
         assert cluster.events(awake, "host_lost") == [] == cluster.events(awake, "generation_aborted")
         assert cluster.hosts() == replaced
         assert replaced[0, 0].executor_pid == before[0, 0].executor_pid
@@ -137,7 +136,7 @@ def test_workers_wait_for_a_new_head_and_a_zombie_does_not_disturb(place: Place)
     assert [host.pid for host in after.values()] == [worker.pid for worker in workers]
     assert not any(is_gone(worker.pid) for worker in workers)
     with cluster.controller() as controller:
-        assert controller.run(TRY) == SUM_OF_FOUR
+        assert controller.run(TRY) == total(4)
 
     place.note_ports()
     cluster.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import e2e_harness as harness
 import pytest
-from e2e_harness import TRAINER, Controller, Place, Running, losses, until
+from e2e_harness import TRAINER, Controller, Place, Running, losses, total, until
 
 from ridgeway.launch.environment import command_environment
 
@@ -39,12 +39,12 @@ in_flight = mix(everywhere, 1000)
             assert text.startswith("DATA_LOSS: ") and "slice 1 host 1" in text, text
         # What lies wholly on other hosts stays, also on the other host of the slice that is down.
         kept = "result = [float(mix(first, 3).sum()), float(np.asarray(beside).sum())]"
-        right = [float(sum(range(64))), float(sum(range(32)))]
+        right = [total(2), total(1)]
         assert controller.run(kept) == right
         cluster.wait_whole()
         assert controller.run(kept) == right
         everywhere = "result = float(mix(sharded(devices_of(0, 1)), 3).sum())"
-        assert controller.run(everywhere) == sum(range(128))
+        assert controller.run(everywhere) == total(4)
         after = cluster.hosts()
         assert after[1, 1].pid != before[1, 1].pid
         for slot in ((0, 0), (0, 1), (1, 0)):
@@ -58,7 +58,7 @@ in_flight = mix(everywhere, 1000)
             cluster.wait_event(since, "host_lost", slice=0, host=host)
         assert controller.error_of("np.asarray(first)").startswith("DATA_LOSS: ")
         cluster.wait_whole()
-        assert controller.run(everywhere) == sum(range(128))
+        assert controller.run(everywhere) == total(4)
         assert cluster.host(1, 0).executor_pid == before[1, 0].executor_pid
 
 
@@ -230,7 +230,7 @@ def test_separate_hosts(place: Place, network: Network, tmp_path: Path) -> None:
     # One-way: the head hears nothing of a worker that still hears the head.
     with contextlib.closing(hosts.controller()) as controller:
         program = "result = float(mix(sharded(devices_of(0, 1)), 3).sum())"
-        assert controller.run(program) == sum(range(128))
+        assert controller.run(program) == total(4)
         since = hosts.count
         network.silence(2, 1)
         hosts.wait_event(since, "host_lost", slice=0, code="DEADLINE_EXCEEDED")
@@ -238,7 +238,7 @@ def test_separate_hosts(place: Place, network: Network, tmp_path: Path) -> None:
         assert text.startswith("DEADLINE_EXCEEDED: ") and "slice 0 host 0" in text, text
         network.let_speak(2, 1)
         hosts.wait_event(since, "slice_ready", slice=0)
-        assert controller.run(program) == sum(range(128))
+        assert controller.run(program) == total(4)
         # The other direction: the worker hears no head, which still hears it.
         since = hosts.count
         network.silence(1, 2)
@@ -247,6 +247,6 @@ def test_separate_hosts(place: Place, network: Network, tmp_path: Path) -> None:
         assert text.startswith(("DATA_LOSS: ", "DEADLINE_EXCEEDED: ")) and "slice 0 host 0" in text, text
         network.let_speak(1, 2)
         hosts.wait_event(since, "slice_ready", slice=0)
-        assert controller.run(program) == sum(range(128))
+        assert controller.run(program) == total(4)
     hosts.end()
     place.assert_nothing_left()

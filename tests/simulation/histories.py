@@ -4,13 +4,14 @@ import asyncio
 import random
 
 import virtual_time
-from ridgeway.cluster.topology import Topology
-from ridgeway.launch import supervision
-from ridgeway.settings import Settings
 from simulated_controller import Controller
 from simulated_faults import Faults
 from simulated_head import SimulatedCluster
 from simulated_network import SimulationFailure, World
+
+from ridgeway.cluster.topology import Topology
+from ridgeway.launch import supervision
+from ridgeway.settings import Settings
 
 SETTINGS = Settings(
     heartbeat_interval_seconds=0.5,
@@ -46,6 +47,50 @@ def run_history(seed: str) -> None:
       SimulationFailure: a rule was broken; the message ends with how it came to that.
     """
     virtual_time.run(_History(seed).run())
+
+
+class _Clients:
+    """The controllers of a history; each keeps its slices when it is replaced by a new process."""
+
+    def __init__(self, cluster: SimulatedCluster):
+        self._cluster = cluster
+        self._started = 0
+        self._tasks: dict[Controller, asyncio.Task[None]] = {}
+        self.gone: list[Controller] = []
+
+    @property
+    def running(self) -> list[Controller]:
+        """Those that train."""
+        return list(self._tasks)
+
+    def start(self, slices: tuple[int, ...] | None = None) -> None:
+        """Another one connects: the first uses every slice."""
+        world = self._cluster.world
+        chance = world.random
+        if slices is None:
+            every = self._cluster.manager.topology.slices
+            count = chance.randint(1, every) if self._started else every
+            slices = tuple(sorted(chance.sample(range(every), count)))
+        name = f"controller {self._started}"
+        self._started += 1
+        controller = Controller(self._cluster, name, slices, donates=chance.random() < 0.5, depth=chance.randint(1, 4))
+        self._tasks[controller] = world.task(controller.run(1000))
+
+    def replace_one(self) -> None:
+        """One dies in the middle of whatever it does, and is started again."""
+        controller = self._cluster.world.random.choice(self.running)
+        self._end(controller)
+        self.start(controller.slices)
+
+    def stop(self) -> None:
+        """All go away."""
+        for controller in self.running:
+            self._end(controller)
+
+    def _end(self, controller: Controller) -> None:
+        self._tasks.pop(controller).cancel()
+        controller.close()
+        self.gone.append(controller)
 
 
 class _History:
@@ -85,31 +130,22 @@ class _History:
         if count:
             cluster.hole_probability = chance.choice((0.0, 0.0, 0.2))
             cluster.crash_probability = chance.choice((0.0, 0.0, 0.1))
-        controllers = [
-            Controller(
-                cluster, f"controller {number}",
-                sorted(chance.sample(range(topology.slices), topology.slices if number == 0 else chance.randint(1, topology.slices))),
-                donates=chance.random() < 0.5, depth=chance.randint(1, 4),
-            )
-            for number in range(chance.choice((1, 1, 2)))
-        ]  # fmt: skip
-        running = [world.task(controller.run(1000)) for controller in controllers]
-        await Faults(cluster).run(count)
+        clients = _Clients(cluster)
+        for _ in range(chance.choice((1, 1, 2))):
+            clients.start()
+        await Faults(cluster, clients.replace_one).run(count)
         world.say("no more faults")
         cluster.quiet_since = world.now
-        await self._until_well(world, cluster, controllers)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._until_well(world, cluster, clients)
         if count == 0:
-            self._check_untouched(world, cluster, controllers)
-        for controller in controllers:
-            controller.close()
-        await self._until_empty(world, cluster, controllers)
+            self._check_untouched(world, cluster, clients.running)
+        clients.stop()
+        await self._until_empty(world, cluster, clients)
 
-    async def _until_well(self, world: World, cluster: SimulatedCluster, controllers: list[Controller]) -> None:
+    async def _until_well(self, world: World, cluster: SimulatedCluster, clients: "_Clients") -> None:
         """Liveness: every slice comes up, and every controller trains on them from beginning to end."""
         quiet = world.now
+        controllers = clients.running
         slices = range(cluster.manager.topology.slices)
         while True:
             up = all(cluster.manager.slice_is_up(index) for index in slices)
@@ -135,7 +171,7 @@ class _History:
             if errors:
                 world.violation(f"nothing was done to the cluster, but {controller.name} got {errors}")
 
-    async def _until_empty(self, world: World, cluster: SimulatedCluster, controllers: list[Controller]) -> None:
+    async def _until_empty(self, world: World, cluster: SimulatedCluster, clients: "_Clients") -> None:
         """Nothing is kept for clients that are gone, nor for generations that are."""
         began = world.now
         while True:
@@ -145,7 +181,7 @@ class _History:
                 for link in cluster.manager.slots
                 if link is not None and (groups := self._groups(cluster, link.pid))
             ]
-            problems += [f"{c.name} waits for {what}" for c in controllers for _, what in c.waiting.values()]
+            problems += [f"{c.name} waits for {what}" for c in clients.gone for _, what in c.waiting.values()]
             standing = len(set(cluster.manager.generations.current.values()))
             if cluster.rendezvous.open_services > standing:
                 problems.append(f"{cluster.rendezvous.open_services} services for {standing} generations")

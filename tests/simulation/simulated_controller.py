@@ -11,13 +11,14 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from simulated_executor import mix
+from simulated_head import SimulatedCluster
+
 from ridgeway.protocol.status import Code, Status
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.dispatch import HostPart
 from ridgeway.proxy.executables import CompiledProgram, Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
-from simulated_executor import mix
-from simulated_head import SimulatedCluster
 
 KIND_S64 = 5
 THINKING_SECONDS = (0.0, 0.4)
@@ -32,7 +33,9 @@ FIRST_CAUSE = re.compile(
 
 
 @functools.cache
-def _compiled(name: str, devices: tuple[int, ...], arguments: int, results: int, donated: tuple[int, ...]) -> Executable:
+def _compiled(
+    name: str, devices: tuple[int, ...], arguments: int, results: int, donated: tuple[int, ...]
+) -> Executable:
     metadata = {
         "name": name, "inputs": [[[], KIND_S64]] * arguments, "outputs": [[[], KIND_S64]] * results,
         "donated": list(donated), "output_shardings": None, "output_memory_kinds": [],
@@ -196,7 +199,9 @@ class Controller:
         arrays = [value.array for value in values]
         await self._begin(f"{what} ready", lambda done: self.cluster.dispatcher.ready(arrays, done))
         if lost:
-            self.world.violation(f"{self.name}: {what} was ready although executors {sorted(lost)} with parts were lost")
+            self.world.violation(
+                f"{self.name}: {what} was ready although executors {sorted(lost)} with parts were lost"
+            )
 
     async def fetch(self, what: str, value: Value) -> None:
         """Read an array and compare."""

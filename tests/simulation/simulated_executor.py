@@ -5,11 +5,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from simulated_network import Connection, Machine, Process
+from simulated_xla import BROKEN, Call, XlaWorld
+
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status
 from ridgeway.settings import Settings
-from simulated_network import Connection, Machine, Process
-from simulated_xla import BROKEN, Call, XlaWorld
 
 ORDER_SECONDS = 0.0003
 WORK_SECONDS = 0.003
@@ -55,6 +56,7 @@ class Promise(Pending):
     """Bytes on their way."""
 
     claimed = False
+    claimed_at = 0.0
     source: int | None = None
 
 
@@ -203,6 +205,7 @@ class SimulatedExecutor(Process):
 
     def _send_heartbeats(self) -> None:
         self.heartbeat()
+        self._expire_promises()
         self.after(self.settings.heartbeat_interval_seconds, self._send_heartbeats)
 
     def heartbeat(self) -> None:
@@ -258,7 +261,7 @@ class SimulatedExecutor(Process):
 
     def _claim(self, token: int, source: int | None) -> Promise:
         promise = self._promise(token)
-        promise.claimed, promise.source = True, source
+        promise.claimed, promise.source, promise.claimed_at = True, source, self.world.now
         if source in self.lost_peers:
             promise.resolve(self.lost_peers[source])
         if promise.value is not None:
@@ -270,6 +273,13 @@ class SimulatedExecutor(Process):
         if promise.claimed:
             del self.promises[token]
         promise.resolve(value)
+
+    def _expire_promises(self) -> None:
+        patience = self.settings.transfer_timeout_seconds
+        for token, promise in list(self.promises.items()):
+            if promise.claimed and self.world.now - promise.claimed_at >= patience:
+                text = f"bytes that were announced did not come within {patience} s"
+                self.resolve_promise(token, statuses.deadline_exceeded(text))
 
     def _aside_data(self, token: int, attached: list[bytes]) -> None:
         self.resolve_promise(token, int.from_bytes(attached[0], "little"))
@@ -427,12 +437,15 @@ class SimulatedExecutor(Process):
 
     # ---- orders: programs
 
-    def _order_load(
-        self, program: str, name: str, options: bytes, assignment: Any, inputs: Any, outputs: Any, kinds: Any,
-        attached: list[bytes],
-    ) -> None:  # fmt: skip
+    def _order_load(self, program: str, name: str, *fields: Any, attached: list[bytes]) -> None:
+        assignment = fields[1]
         devices = tuple(device for row in assignment for device in row)
         self.programs[program] = Program(name, devices, tuple(attached[0]))
+
+    def _order_preload(self, programs: list[str], attached: list[bytes]) -> None:
+        for program in programs:
+            if program not in self.programs:
+                self.world.violation(f"{self.name} was told to preload {program}, which it was never given")
 
     def _order_unload(self, programs: list[str], attached: list[bytes]) -> None:
         for program in programs:
@@ -449,7 +462,9 @@ class SimulatedExecutor(Process):
         source = self.programs[program]
         local = tuple(device for device in source.devices if device in runtime.local)
         if not local:
-            self.world.violation(f"{self.name} was asked to run {source.name} on devices {source.devices}, none its own")
+            self.world.violation(
+                f"{self.name} was asked to run {source.name} on devices {source.devices}, none its own"
+            )
         inputs: list[int | Pending] = []
         donated: list[tuple[int, int]] = []
         try:
@@ -531,7 +546,9 @@ class SimulatedExecutor(Process):
                     await asyncio.wait_for(arrived, self.settings.transfer_timeout_seconds)
                 except TimeoutError:
                     seconds = self.settings.transfer_timeout_seconds
-                    shard.value = statuses.deadline_exceeded(f"bytes that were announced did not come within {seconds} s")
+                    shard.value = statuses.deadline_exceeded(
+                        f"bytes that were announced did not come within {seconds} s"
+                    )
                 await self._pause(0.0)
             assert shard.value is not None
             shards[device] = shard = shard.value
@@ -641,6 +658,12 @@ class SimulatedExecutor(Process):
 
     def _deliver(self, value: int | Status, token: int, port: int, executor: int, since: float) -> None:
         target = self.cluster.executors.get(port)
+        if (
+            target is not None
+            and not self.world.can_reach(self.machine, target.machine)
+            and self.world.random.random() < 0.1
+        ):
+            return  # swallowed by the network, and nobody is told
         if target is not None and target.alive and self.world.can_reach(self.machine, target.machine):
             target.run(target.resolve_promise, token, value)
         elif target is not None and target.alive and self.world.now - since < self.settings.transfer_timeout_seconds:

@@ -15,7 +15,7 @@ FAULT_LENGTH_SECONDS = 2.5
 class Faults:
     """Chooses faults by chance and carries them out on whatever is running then."""
 
-    def __init__(self, cluster: SimulatedCluster):
+    def __init__(self, cluster: SimulatedCluster, replace_client: Callable[[], None]):
         self._cluster = cluster
         self._world = cluster.world
         self._over_at = 0.0
@@ -36,6 +36,7 @@ class Faults:
             "kill rendezvous": self._kill_rendezvous,
             "no services": self._no_services,
             "stop head": self._stop_head,
+            "client goes away": lambda seconds: replace_client(),
         }
 
     async def run(self, count: int) -> None:

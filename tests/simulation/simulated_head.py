@@ -6,6 +6,11 @@ Everything that decides is the real thing; here are only its surroundings and th
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from simulated_executor import SimulatedExecutor
+from simulated_network import Connection, HeadLink, Machine, Process, World
+from simulated_worker import SimulatedAgent
+from simulated_xla import SimulatedRendezvous
+
 from ridgeway.cluster.connections import Connections
 from ridgeway.cluster.resource_manager import ResourceManager
 from ridgeway.cluster.topology import Topology
@@ -17,10 +22,6 @@ from ridgeway.proxy.programs import Programs
 from ridgeway.settings import Settings
 from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed
-from simulated_executor import SimulatedExecutor
-from simulated_network import Connection, HeadLink, Machine, Process, World
-from simulated_worker import SimulatedAgent
-from simulated_xla import SimulatedRendezvous
 
 TICK_SECONDS = 0.1
 CONTROL_SECONDS = (0.0005, 0.005)
@@ -84,10 +85,13 @@ class SimulatedCluster:
         """events by kind"""
         self.lost_at: dict[int, float] = {}
         self.rendezvous = SimulatedRendezvous(world, settings.spare_rendezvous_services, self._is_lost)
-        self.manager = CheckedManager(topology, settings, self.emit, self.rendezvous, "10.0.0.1", clock=lambda: world.now)  # type: ignore[arg-type]
+        self.manager = CheckedManager(
+            topology, settings, self.emit, self.rendezvous, "10.0.0.1", clock=lambda: world.now
+        )  # type: ignore[arg-type]
         self.manager.world = world
         self.manager.on_loss.append(lambda link: self.lost_at.setdefault(link.number, world.now))
         self.programs = Programs(self.manager, CompileCache(None, 0), "simulated", self.emit)
+        self.manager.on_generation.append(self.programs.preload)
         self.dispatcher = Dispatcher(self.manager, self.programs)
 
         async def no_control(link: Any) -> None:
@@ -133,7 +137,9 @@ class SimulatedCluster:
         agent = self.manager.agents.get(fields["incarnation"])
         worker = None if agent is None else self.agents.get(agent.launch_id)
         if worker is not None and worker.machine.touched is None:
-            self.world.violation(f"nothing was done to slice {fields['slice']} host {fields['host']}: {fields['cause']}")
+            self.world.violation(
+                f"nothing was done to slice {fields['slice']} host {fields['host']}: {fields['cause']}"
+            )
 
     def _is_lost(self, executor: SimulatedExecutor) -> bool:
         return executor.number not in self.manager.membership.executors
@@ -192,9 +198,7 @@ class SimulatedCluster:
         self._carry_out(self._policy.tick(self.world.now))
 
     def _tell_head(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.world.loop.call_later(
-            self.world.random.uniform(*CONTROL_SECONDS), self.process.run, function, *arguments
-        )
+        self.world.loop.call_later(self.world.random.uniform(*CONTROL_SECONDS), self.process.run, function, *arguments)
 
     def _carry_out(self, effects: list[supervision.Effect]) -> None:
         world = self.world
@@ -258,7 +262,9 @@ class _OrderStream:
             case "enter_generation":
                 self._generation = message[2]
                 if self._generation in cluster.aborted:
-                    world.violation(f"executor {self._executor} was ordered into the ended generation {self._generation}")
+                    world.violation(
+                        f"executor {self._executor} was ordered into the ended generation {self._generation}"
+                    )
             case "leave_generation":
                 if self._generation == message[2]:
                     self._generation = None
@@ -282,4 +288,3 @@ class _OrderStream:
                         )
                     elif not owners <= cluster.members_of(self._generation):
                         world.violation(f"{program} was sent to {owners}, not all in generation {self._generation}")
-

@@ -4,11 +4,12 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+from simulated_executor import SimulatedExecutor
+from simulated_network import Connection, Machine, Process
+
 from ridgeway.settings import Settings
 from ridgeway.worker import agent_events as core
 from ridgeway.worker.agent_core import AgentCore
-from simulated_executor import SimulatedExecutor
-from simulated_network import Connection, Machine, Process
 
 TICK_SECONDS = 0.25
 TEMPLATE_SECONDS = (0.1, 0.3)

@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ridgeway.protocol.status import Code, Status
 from simulated_network import World
+
+from ridgeway.protocol.status import Code, Status
 
 if TYPE_CHECKING:
     from simulated_executor import SimulatedExecutor
@@ -46,7 +47,9 @@ class XlaWorld:
     def arrive(self, executor: "SimulatedExecutor", generation: int, rank: int, count: int) -> "asyncio.Future[None]":
         """Attach; the future is done when all ``count`` members have met."""
         if self.generation not in (None, generation):
-            self._world.violation(f"the service of generation {self.generation} was given to generation {generation} too")
+            self._world.violation(
+                f"the service of generation {self.generation} was given to generation {generation} too"
+            )
         self.generation = generation
         if rank in self.attached:
             self._world.violation(f"two executors entered generation {generation} as rank {rank}")

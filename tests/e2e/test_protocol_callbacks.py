@@ -1,0 +1,175 @@
+"""Host callbacks: programs on the workers call Python functions of the controller."""
+
+import contextlib
+import importlib.metadata
+from collections.abc import Iterator
+
+import e2e_harness as harness
+import pytest
+from e2e_harness import Cluster, Controller
+
+from ridgeway.protocol.status import RETRIED_CODES
+
+pytestmark = harness.MARKS
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two slices of one host with two devices."""
+    folder = tmp_path_factory.mktemp("pair")
+    with harness.cluster_in(folder, "2x1x2", "--max-slice-restarts", "unlimited") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A value of PYTHONPATH with which jax finds the plugin, also when Ridgeway is not installed but only there."""
+    path = [str(harness.ROOT)]
+    if not any(found.value == "ridgeway.client" for found in importlib.metadata.entry_points(group="jax_plugins")):
+        installed = tmp_path_factory.mktemp("installed")
+        info = installed / "ridgeway-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ridgeway\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[jax_plugins]\nridgeway = ridgeway.client\n")
+        path.append(str(installed))
+    return ":".join(path)
+
+
+@pytest.fixture
+def program(pair: Cluster, plugin: str) -> Iterator[Controller]:
+    """A program with the plugin, connected to that cluster."""
+    pair.wait_whole()
+    with contextlib.closing(Controller(pair.place, {**pair.environment(), "PYTHONPATH": plugin})) as made:
+        made.run("from jax.experimental import io_callback")
+        yield made
+    pair.wait_sessions(0)
+
+
+def test_callbacks_run_in_the_controller_with_the_values_of_the_workers(program: Controller) -> None:
+    assert program.run("""
+ran_in = []
+
+def double(a):
+    ran_in.append(os.getpid())
+    return np.asarray(a) * 2
+
+@jax.jit
+def f(x):
+    return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 1
+
+values = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x")))
+result = [np.asarray(f(values)).tolist(), np.asarray(f(jnp.int32(4))).item(), set(ran_in) == {os.getpid()}]
+""") == [[1.0 + 2 * n for n in range(8)], 9, True]
+
+
+def test_every_shard_calls_for_itself(program: Controller) -> None:
+    assert program.run("""
+seen = []
+mesh = Mesh(np.array(jax.devices()), ("x",))
+
+@jax.jit
+@jax.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+def each(x):
+    jax.debug.callback(lambda a: seen.append(np.asarray(a).tolist()), x)
+    return jax.pure_callback(lambda a: np.asarray(a) * 3, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+tripled = np.asarray(each(jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P("x")))))
+jax.effects_barrier()
+result = [tripled.tolist(), sorted(seen)]
+""") == [[3.0 * n for n in range(8)], [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]]
+
+
+def test_ordered_callbacks_keep_their_order_over_executions_and_devices(program: Controller) -> None:
+    assert program.run("""
+order = []
+
+@jax.jit
+def two(x):
+    io_callback(lambda a: order.append(int(a)), None, x, ordered=True)
+    io_callback(lambda a: order.append(-int(a)), None, x, ordered=True)
+    return x
+
+for n in range(1, 5):
+    two(jax.device_put(np.int32(n), jax.devices()[n % 3]))
+jax.effects_barrier()
+result = order
+""") == [1, -1, 2, -2, 3, -3, 4, -4]
+
+
+def test_a_callback_of_a_program_that_is_dropped_still_runs(program: Controller) -> None:
+    assert program.run("""
+import gc
+late = []
+
+def once():
+    return jax.jit(lambda x: jax.debug.callback(lambda a: late.append(int(a)), x * 2))(jnp.int32(21))
+
+once()
+jax.clear_caches()
+gc.collect()
+jax.effects_barrier()
+result = late
+""") == [42]
+
+
+def test_what_a_callback_raises_is_the_error_of_its_execution(program: Controller) -> None:
+    error = program.error_of("""
+def fails(a):
+    raise LookupError("INTERNAL: there is no such thing, NOT_FOUND")
+
+@jax.jit
+def g(x):
+    return jax.pure_callback(fails, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+np.asarray(g(jnp.ones(3)))
+""")
+    assert "LookupError" in error and "fails" in error and "there is no such thing" in error, error
+    assert not any(code.name in error for code in RETRIED_CODES), error
+    assert program.run("result = float(jnp.ones(3).sum())") == 3.0
+
+
+def test_a_slice_dies_while_a_callback_blocks(pair: Cluster, program: Controller) -> None:
+    program.run("""
+import threading
+entered, go_on = threading.Event(), threading.Event()
+
+def blocks(a):
+    entered.set()
+    go_on.wait(60)
+    return np.asarray(a)
+
+@jax.jit
+def h(x):
+    return jax.pure_callback(blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+waiting = h(jax.device_put(np.float32(1), devices_of(1)[0]))
+assert entered.wait(60)
+elsewhere = jax.device_put(np.float32(2), devices_of(0)[0])
+""")
+    pair.kill_executor(1)
+    error = program.error_of("np.asarray(waiting)")
+    assert "DATA_LOSS" in error and "slice 1" in error, error
+    assert program.run("go_on.set(); result = float(elsewhere + 1)") == 3.0
+
+
+def test_a_controller_that_is_killed_in_a_callback_leaves_the_cluster_whole(pair: Cluster, plugin: str) -> None:
+    hosts = pair.wait_whole()
+    environment = {**pair.environment(), "PYTHONPATH": plugin}
+    with contextlib.closing(Controller(pair.place, environment)) as made:
+        made.start("""
+import time
+
+def never_ends(a):
+    say("in it")
+    time.sleep(3600)
+
+np.asarray(jax.jit(lambda x: jax.pure_callback(never_ends, jax.ShapeDtypeStruct((), x.dtype), x))(jnp.float32(1)))
+""")
+        assert made.hear() == "in it"
+        made.process.kill()
+        pair.wait_sessions(0)
+    with contextlib.closing(Controller(pair.place, environment)) as following:
+        assert following.run("result = float(jax.device_put(np.float32(1), jax.devices()[0]) + 1)") == 2.0
+    assert {slot: host.executor_pid for slot, host in pair.hosts().items()} == {
+        slot: host.executor_pid for slot, host in hosts.items()
+    }
