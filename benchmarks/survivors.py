@@ -16,6 +16,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -47,6 +48,7 @@ POLL_SECONDS = 0.005
 #: What the program may be told.
 ALLOWED = ("DATA_LOSS: ", "DEADLINE_EXCEEDED: ")
 SHOWN_ERRORS = 20
+SHOWN_CHARACTERS = 160
 
 
 class SurvivorsError(Exception):
@@ -349,8 +351,7 @@ def _attribute(kill: Kill, until: float, errors: list[tuple[float, str]], events
 
 
 def _without_numbers(text: str) -> str:
-    words = text[:160].split()
-    return " ".join("N" if word.strip("(),:").replace(".", "").isdecimal() else word for word in words)
+    return re.sub(r"\d+", "N", text)[:SHOWN_CHARACTERS]
 
 
 # ---- showing it
@@ -367,8 +368,9 @@ def render(report: Report) -> str:
         "",
         f"{len(kills)} SIGKILLs under a program with several overlapping sets of devices in use, on "
         f"{slices} slices x {hosts} hosts x {devices} devices, {young} of them within the first "
-        f"{YOUNG_SECONDS * 1e3:.0f} ms of a new generation. Made by `make survivors` (`python -m benchmarks.survivors "
-        f"--kills {len(kills)} --seed {report.seed}`); load average at the end {report.load_average}.",
+        f"{YOUNG_SECONDS * 1e3:.0f} ms of a new generation. Made by `make survivors "
+        f"SURVIVORS_ARGS='--kills {len(kills)} --seed {report.seed}'`; load average at the end "
+        f"{report.load_average}.",
         "",
         f"**{'Everything as it must be' if report.good else 'NOT as it must be'}**: "
         f"{report.rounds} rounds with every result bit-equal to the undisturbed one, {len(report.wrong)} wrong "
@@ -387,12 +389,12 @@ def render(report: Report) -> str:
             lines.append(f"| {label} | {statistics.median(known):.2f} | {max(known):.2f} | {len(known)} |")
     lines += [
         "",
-        f"{others} other executors were lost on those occasions and replaced as well; "
-        f"{report.executors_recycled} were recycled because they did not leave a generation in time. "
-        f"{report.generations} generations were begun.",
+        f"Other executors lost on those occasions, and replaced as well: {others}; of these recycled because they "
+        f"did not leave a generation in time: {report.executors_recycled}. Generations begun: {report.generations}.",
     ]
     if others:
-        causes = Counter(cause.partition(": ")[2] for kill in kills for cause in kill.also_lost)
+        # What was behind it is the kill itself.
+        causes = Counter(cause.partition(": ")[2].partition(";")[0] for kill in kills for cause in kill.also_lost)
         lines += ["", "| cause of another's loss | times |", "|---|---|"]
         lines += [f"| {_without_numbers(cause)} | {count} |" for cause, count in causes.most_common()]
     for title, texts in (("Errors of another kind", report.foreign), ("Wrong results", report.wrong)):

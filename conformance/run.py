@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -76,7 +77,7 @@ def _say(text: str) -> None:
     "--sample", type=click.IntRange(min=0), default=0, help="At most so many tests of a file, always the same; 0: all."
 )
 @click.option("--cases", type=click.IntRange(min=1), default=5, help="Generated cases of a parameterized test.")
-@click.option("--test-seconds", type=float, default=120.0, help="Deadline of one test.")
+@click.option("--test-seconds", type=float, default=300.0, help="Deadline of one test.")
 @click.option("--file-seconds", type=float, default=3600.0, help="Deadline of one file.")
 @click.option("--select", default="", help="As pytest's -k.")
 def main(
@@ -84,6 +85,7 @@ def main(
     cases: int, test_seconds: float, file_seconds: float, select: str,
 ) -> None:  # fmt: skip
     """Run JAX's own tests natively, with 8 CPU devices, and through Ridgeway."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the cluster goes down with this
     limits = Limits(test_seconds, file_seconds, sample, cases, select)
     paths = [jax_tests.resolve() / f"{name}_test.py" for name in files.split(",") if name]
     for path in paths:

@@ -61,9 +61,9 @@ def run_file(path: Path, environment: Mapping[str, str], record: Path, limits: L
             break
         before = len(read_record(record))
         code, output = _run_once(path, environment, record, limits, left)
-        _settle_unfinished(record, code)
+        interrupted = _settle_unfinished(record, code)
         after = len(read_record(record))
-        if code in (0, 1, 5):  # pytest's: all passed, some failed, nothing (left) to run
+        if code in (0, 1, 5) and not interrupted:  # pytest's: all passed, some failed, nothing (left) to run
             break
         if after == before:
             problem = f"pytest ended with {code}: {_last_line(output)}"
@@ -108,8 +108,9 @@ def _run_once(
     return code, log.read_text(errors="replace")
 
 
-def _settle_unfinished(record: Path, code: int | None) -> None:
-    """What the process was in when it ended has crashed, or hung."""
+def _settle_unfinished(record: Path, code: int | None) -> bool:
+    """What the process was in when it ended has crashed, or hung; whether there is such a test."""
+    interrupted = False
     for name, entry in read_record(record).items():
         if entry["outcome"] == "unfinished":
             hung = code is None or code == 1
@@ -117,6 +118,8 @@ def _settle_unfinished(record: Path, code: int | None) -> None:
             settled = {"test": name, "outcome": "hung" if hung else "crashed", "reason": reason}
             with record.open("a") as file:
                 file.write(json.dumps(settled) + "\n")
+            interrupted = True
+    return interrupted
 
 
 def _last_line(text: str) -> str:

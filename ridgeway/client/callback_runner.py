@@ -20,8 +20,8 @@ THREADS = 32
 OWN_FRAMES = 2
 """The first frames of a callback's traceback are `CallbackRunner`'s and its caller's."""
 
-Run = Callable[[bytes], bytes]
-"""From the operands' bytes to the results'."""
+Run = Callable[[list[list[int]], bytes], bytes]
+"""From the operands' shapes and bytes to the results' bytes."""
 
 
 class _Threads:
@@ -110,15 +110,16 @@ class CallbackRunner:
                 if message[0] == "ready":
                     self._ready.set()
                 elif message[0] == "call":
-                    _, call, number, operands = message
-                    self._threads.submit(lambda c=call, n=number, o=operands: self._run(outgoing, c, n, o))
+                    self._threads.submit(lambda rest=message[1:]: self._run(outgoing, *rest))
 
-    def _run(self, outgoing: "queue.SimpleQueue[bytes]", call: int, number: int, operands: bytes) -> None:
+    def _run(
+        self, outgoing: "queue.SimpleQueue[bytes]", call: int, number: int, shapes: list[list[int]], operands: bytes
+    ) -> None:
         run = self._callbacks.get(number)
         try:
             if run is None:
                 raise RuntimeError("the program of this callback is gone")
-            answer = ["result", call, run(operands)]
+            answer = ["result", call, run(shapes, operands)]
         except BaseException as error:
             frames = error.__traceback__
             for _ in range(OWN_FRAMES):

@@ -7,7 +7,6 @@ lowers it and only the function is exchanged, for a name by which the server has
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,17 +50,14 @@ def _exchange(
     result_avals: Sequence[Any],
 ) -> Any:  # fmt: skip
     """What announces the same function to the proxy client. Tokens stay on the worker."""
-    operands = [_shape_and_dtype(aval) for aval in operand_avals]
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in operands]
-    offsets = list(itertools.accumulate(sizes, initial=0))
+    operand_dtypes = [_dtype(aval) for aval in operand_avals]
 
-    def run(data: bytes) -> bytes:
-        if len(data) != offsets[-1]:
-            raise RuntimeError(f"operands of {len(data)} bytes instead of {offsets[-1]}")
-        arguments = [
-            np.frombuffer(data, dtype, math.prod(shape), offset).reshape(shape)
-            for (shape, dtype), offset in zip(operands, offsets, strict=False)
-        ]
+    def run(shapes: list[list[int]], data: bytes) -> bytes:
+        arguments, offset = [], 0
+        for shape, dtype in zip(shapes, operand_dtypes, strict=True):
+            count = math.prod(shape)
+            arguments.append(np.frombuffer(data, dtype, count, offset).reshape(shape))
+            offset += count * dtype.itemsize
         values = function(None, *arguments)[1:] if has_token else function(*arguments)
         return b"".join(np.asarray(value).tobytes() for value in values)
 
@@ -80,7 +76,6 @@ def _exchange(
     )
 
 
-def _shape_and_dtype(aval: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _dtype(aval: Any) -> np.dtype:
     physical: Any = core.physical_aval(aval)
-    dtype = np.bool_ if physical.dtype == dtypes.float0 else physical.dtype
-    return tuple(physical.shape), np.dtype(dtype)
+    return np.dtype(np.bool_ if physical.dtype == dtypes.float0 else physical.dtype)

@@ -33,16 +33,28 @@ class CompilerPool:
         self._settings = settings
         self._emit = emit
         self._compilers: dict[int, Compiler] = {}
+        self._environment: str | None = None
         self._next_request = 0
         self._joined = asyncio.Event()
 
     @property
     def environment(self) -> str | None:
-        """What the compilers' environment says that changes code; None while there is no compiler."""
-        return next((c.environment for c in self._compilers.values()), None)
+        """What the compilers' environment says that changes code; None before the first compiler has joined."""
+        return self._environment
+
+    async def known_environment(self) -> str:
+        """`environment`, once it is known.
+
+        Raises:
+          statuses.StatusError: no compiler joined in time.
+        """
+        if self._environment is None:
+            await self._choose(asyncio.get_running_loop().time() + self._settings.compile_timeout_seconds)
+        return self._environment or ""
 
     def add(self, compiler: Compiler) -> None:
         """A compiler joined."""
+        self._environment = compiler.environment
         self._compilers[compiler.number] = compiler
         self._joined.set()
 

@@ -214,8 +214,8 @@ class Connections:
                     status = manager.cause_of(failed_generation) or status
                 manager.execution_failed(executor, execution, status, generation)
             case "callback":
-                _, number, token = message
-                manager.on_host_callback(executor, number, token, buffers[0])
+                _, number, token, shapes = message
+                manager.on_host_callback(executor, number, token, shapes, buffers[0])
             case "transfer_failed":
                 _, token, code, text, target = message
                 receiver = manager.executors.get(target)

@@ -90,8 +90,8 @@ class ResourceManager:
         self.epoch = 0
         """Changes whenever a slot's executor does."""
         self.on_loss: list[Callable[[ExecutorLink], None]] = []
-        self.on_host_callback: Callable[[ExecutorLink, int, int, bytes], None] = lambda *_: None
-        """Called with executor, callback, token and operands when a program calls back."""
+        self.on_host_callback: Callable[[ExecutorLink, int, int, list[list[int]], bytes], None] = lambda *_: None
+        """Called with executor, callback, token, and the operands' shapes and bytes when a program calls back."""
         self.on_generation: list[Callable[[list[ExecutorLink]], None]] = []
         """Called when executors have been ordered into a generation, with its members."""
         self._last_loss: list[Status | None] = [None] * topology.slots

@@ -7,7 +7,7 @@ stream of its own to the server's port, a gRPC method whose messages are Message
                        ["result", call, bytes]
                        ["failed", call, text]      the callback raised
     server -> client   ["ready"]                   once, first
-                       ["call", call, callback number of this client, bytes]
+                       ["call", call, callback number of this client, shapes of the operands, bytes]
 
 Operands and results are the arrays' bytes, row-major, one after the other.  A program announces a callback with the
 client's id and number as the lengths of a few more operands, which it does not have: nothing else of what jaxlib's

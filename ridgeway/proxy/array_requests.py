@@ -30,11 +30,39 @@ def _bytes_of(kind: int, shape: tuple[int, ...]) -> int:
     return 0 if kind == dtypes.KIND_STRING else math.prod(shape) * dtypes.dtype_of_kind(kind).itemsize
 
 
+def _sharding(session: Session, proto: Any) -> Sharding:
+    sharding = shardings.parse(proto)
+    _check_devices(session, sharding)
+    return sharding
+
+
 def _check_devices(session: Session, sharding: Sharding) -> None:
     count = session.services.manager.topology.devices
     for device in sharding.devices:
         if not 0 <= device < count:
             raise statuses.invalid_argument(f"there is no device {device}; this cluster has 0..{count - 1}").error()
+    if not sharding.devices or len(set(sharding.devices)) != len(sharding.devices):
+        raise statuses.invalid_argument(f"a sharding over the devices {list(sharding.devices)}").error()
+
+
+def _shape(proto: Any) -> tuple[int, ...]:
+    shape = tuple(proto.dims)
+    if any(dimension < 0 for dimension in shape):
+        raise statuses.invalid_argument(f"an array of shape {list(shape)}").error()
+    return shape
+
+
+def _same_count(what: str, one: Any, other: Any) -> None:
+    if len(one) != len(other):
+        raise statuses.invalid_argument(f"{what}: {len(one)} and {len(other)}").error()
+
+
+def _result_handles(request: Any, field: str, count: int) -> list[int]:
+    """The client's handles for results, or zeros: it takes the server's."""
+    handles = list(getattr(request, field))
+    if handles:
+        _same_count("handles and results", handles, range(count))
+    return handles or [0] * count
 
 
 def _make_strings(session: Session, array: Array, parts: list[HostPart]) -> None:
@@ -56,59 +84,83 @@ def _make_strings(session: Session, array: Array, parts: list[HostPart]) -> None
 
 
 def make_array_from_host_buffer(session: Session, request: Any, response: Any, later: Later) -> None:
-    sharding = shardings.parse(request.sharding)
-    _check_devices(session, sharding)
-    kind, shape = request.dtype.kind, tuple(request.shape.dims)
+    kind = request.dtype.kind
+    try:
+        sharding = _sharding(session, request.sharding)
+        shape = _shape(request.shape)
+        size = _bytes_of(kind, shape)
+    except statuses.StatusError:
+        session.buffers.discard(request.host_buffer_handle)
+        raise
     array = Array(kind, shape, sharding)
     response.array_handle = session.bind_array(request.array_handle, array)
     part = HostPart(range(len(sharding.devices)), shape, _strides(request), request.host_buffer_handle)
-    if kind == dtypes.KIND_STRING:
-        _make_strings(session, array, [part])
+    _fill(session, array, [part], size)
+
+
+def _fill(session: Session, array: Array, parts: list[HostPart], size: int) -> None:
+    if array.kind == dtypes.KIND_STRING:
+        _make_strings(session, array, parts)
         return
-    session.services.observer.arrays_made(session, 1, _bytes_of(kind, shape))
-    session.services.dispatcher.put(array, [part], session.buffers)
+    session.services.observer.arrays_made(session, 1, size)
+    session.services.dispatcher.put(array, parts, session.buffers)
 
 
 def make_arrays_from_host_buffer_shards(session: Session, request: Any, response: Any, later: Later) -> None:
-    for index, spec in enumerate(request.specs):
-        sharding = shardings.parse(spec.array_spec.sharding)
-        _check_devices(session, sharding)
-        kind, shape = spec.array_spec.dtype.kind, tuple(spec.array_spec.shape.dims)
-        array = Array(kind, shape, sharding)
-        handle = request.array_handles[index] if request.array_handles else 0
+    handles = _result_handles(request, "array_handles", len(request.specs))
+    for handle, spec in zip(handles, request.specs, strict=True):
+        array, parts = _sharded_array(session, spec)
         response.array_handles.append(session.bind_array(handle, array))
+        if array.error is None:
+            _fill(session, array, parts, _bytes_of(array.kind, array.shape))
+        else:
+            for buffer in spec.host_buffers:
+                session.buffers.discard(buffer.host_buffer_handle)
+
+
+def _sharded_array(session: Session, spec: Any) -> tuple[Array, list[HostPart]]:
+    """An array with the host buffers of its shards; it has failed if they do not fit."""
+    try:
+        sharding = _sharding(session, spec.array_spec.sharding)
+        array = Array(spec.array_spec.dtype.kind, _shape(spec.array_spec.shape), sharding)
+        _bytes_of(array.kind, array.shape)
+        _same_count("sets of shards and host buffers", spec.addressable_shard_indices, spec.host_buffers)
         parts = [
-            HostPart(list(where.indices), tuple(buffer.shape.dims), _strides(buffer), buffer.host_buffer_handle)
+            HostPart(list(where.indices), _shape(buffer.shape), _strides(buffer), buffer.host_buffer_handle)
             for where, buffer in zip(spec.addressable_shard_indices, spec.host_buffers, strict=True)
         ]
-        covered = {i for part in parts for i in part.indices}
-        if covered != set(range(len(sharding.devices))):
-            array.fail(statuses.invalid_argument(
-                f"host buffers for shards {sorted(covered)} of an array with {len(sharding.devices)} shards"))
-            continue
-        if kind == dtypes.KIND_STRING:
-            _make_strings(session, array, parts)
-            continue
-        session.services.observer.arrays_made(session, 1, _bytes_of(kind, shape))
-        session.services.dispatcher.put(array, parts, session.buffers)
+    except statuses.StatusError as error:
+        return _failed(error.status), []
+    covered = sorted(index for part in parts for index in part.indices)
+    if covered != list(range(len(sharding.devices))):
+        array.fail(statuses.invalid_argument(
+            f"host buffers for shards {covered} of an array with {len(sharding.devices)} shards"))
+    return array, parts
+
+
+def _failed(error: Status) -> Array:
+    """An array that is nothing but an error."""
+    array = Array(dtypes.KIND_UNSPECIFIED, (), _single_device(0, None))
+    array.fail(error)
+    return array
 
 
 def make_error_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     error = status_from_proto(request.error)
-    for index, spec in enumerate(request.array_specs):
-        array = Array(spec.dtype.kind, tuple(spec.shape.dims), shardings.parse(spec.sharding))
+    handles = _result_handles(request, "array_handles", len(request.array_specs))
+    for handle, spec in zip(handles, request.array_specs, strict=True):
+        array = Array(spec.dtype.kind, _shape(spec.shape), _sharding(session, spec.sharding))
         array.fail(error)
-        handle = request.array_handles[index] if request.array_handles else 0
         response.array_handles.append(session.bind_array(handle, array))
 
 
 def assemble_array_from_single_device_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     sources = [session.array(handle) for handle in request.single_device_array_handles]
-    sharding = shardings.parse(request.sharding)
-    if not request.HasField("dtype") and not sources:
-        raise statuses.invalid_argument("an array of no shards needs a dtype").error()
+    sharding = _sharding(session, request.sharding)
+    if not sources:
+        raise statuses.invalid_argument("an array of no shards").error()
     kind = request.dtype.kind if request.HasField("dtype") else sources[0].kind
-    array = Array(kind, tuple(request.shape.dims), sharding)
+    array = Array(kind, _shape(request.shape), sharding)
     response.array_handle = session.bind_array(request.result_handle, array)
     by_device = {d: (source, index) for source in sources for index, d in enumerate(source.devices)}
     missing = [device for device in sharding.devices if device not in by_device]
@@ -172,9 +224,14 @@ def _misfit(source: Array, index: int, target: Array, position: int) -> Status |
 def disassemble_into_single_device_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     source = session.array(request.array_handle)
     shapes = _shard_shapes(source)
-    for index, device in enumerate(source.devices):
+    if source.error is not None and request.result_handles:
+        # What has failed at once has perhaps no shards that anybody knows.
+        for handle in request.result_handles:
+            response.array_handles.append(session.bind_array(handle, _failed(source.error)))
+        return
+    handles = _result_handles(request, "result_handles", len(source.devices))
+    for index, (handle, device) in enumerate(zip(handles, source.devices, strict=True)):
         part = Array(source.kind, shapes[index], _single_device(device, source.sharding.memory_kind))
-        handle = request.result_handles[index] if request.result_handles else 0
         response.array_handles.append(session.bind_array(handle, part))
         _relabel(session, [(source, index)], part)
     _give_away(request, [source])
@@ -206,24 +263,25 @@ def fully_replicated_shard(session: Session, request: Any, response: Any, later:
 def copy_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     memory_kind = request.memory_kind if request.HasField("memory_kind") and request.memory_kind else None
     sources = [session.array(handle) for handle in request.array_handles]
-    for index, source in enumerate(sources):
+    handles = _result_handles(request, "result_handles", len(sources))
+    for handle, source in zip(handles, sources, strict=True):
         devices = tuple(request.device_ids) or source.devices
         target = Array(source.kind, source.shape, _moved(source.sharding, devices, memory_kind))
-        handle = request.result_handles[index] if request.result_handles else 0
+        _check_devices(session, target.sharding)
         response.array_handles.append(session.bind_array(handle, target))
-        if len(devices) != len(source.devices):
+        if source.error is None and len(devices) != len(source.devices):
             target.fail(statuses.invalid_argument(
                 f"copying an array with {len(source.devices)} shards to {len(devices)} devices"))
             continue
-        _check_devices(session, target.sharding)
         session.services.dispatcher.copy(source, target, request.copy_semantics != ALWAYS_COPY)
     _give_away(request, sources)
 
 
 def reshard_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     sources = [session.array(handle) for handle in request.array_handles]
+    _same_count("arrays and results", sources, request.array_specs)
     for source, target in zip(sources, _results(session, request, request.array_specs, response), strict=True):
-        if source.kind != target.kind or source.shape != target.shape:
+        if source.error is None and (source.kind != target.kind or source.shape != target.shape):
             target.fail(statuses.invalid_argument(f"resharding {_describe(source)} to {_describe(target)}"))
             continue
         session.services.dispatcher.reshard(source, target, request.copy_semantics != ALWAYS_COPY)
@@ -232,8 +290,11 @@ def reshard_arrays(session: Session, request: Any, response: Any, later: Later) 
 
 def bitcast_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
     sources = [session.array(handle) for handle in request.array_handles]
+    _same_count("arrays and results", sources, request.array_specs)
     for source, target in zip(sources, _results(session, request, request.array_specs, response), strict=True):
-        if source.devices != target.devices or dtypes.KIND_STRING in (source.kind, target.kind):
+        if source.error is not None:
+            target.fail(source.error)
+        elif source.devices != target.devices or dtypes.KIND_STRING in (source.kind, target.kind):
             target.fail(statuses.invalid_argument(f"bitcasting {_describe(source)} to {_describe(target)}"))
         elif (source.kind, source.shape, memory_kind_of(source)) == (target.kind, target.shape, memory_kind_of(target)):
             _relabel(session, [(source, index) for index in range(len(source.devices))], target)
@@ -267,10 +328,12 @@ type _Place = tuple[int, int]
 def _remapped(plan: Any, sources: list[Array], targets: list[Array]) -> Iterator[tuple[_Place, _Place]]:
     """Which source shard becomes which target shard. Plans say it by positions, since version 6 by devices."""
     for mapping in plan.mappings:
-        intervals = zip(
+        columns = (
             mapping.from_start, mapping.from_end, mapping.from_step, mapping.to_start, mapping.to_end, mapping.to_step,
-            strict=True,
         )  # fmt: skip
+        for column in columns:
+            _same_count("numbers of intervals in a remap plan", column, columns[0])
+        intervals = zip(*columns, strict=True)
         for from_start, from_end, from_step, to_start, to_end, to_step in intervals:
             try:
                 taken, places = range(from_start, from_end, from_step), range(to_start, to_end, to_step)
@@ -312,15 +375,10 @@ def _declare_tiling(shards: list[tuple[Array, int]], target: Array) -> None:
 
 def _results(session: Session, request: Any, specs: Any, response: Any) -> list[Array]:
     """Arrays for `ArraySpecProto`s, bound to the request's result handles."""
-    if request.result_handles and len(request.result_handles) != len(specs):
-        raise statuses.invalid_argument(f"{len(request.result_handles)} handles for {len(specs)} results").error()
-    results = []
-    for index, spec in enumerate(specs):
-        array = Array(spec.dtype.kind, tuple(spec.shape.dims), shardings.parse(spec.sharding))
-        _check_devices(session, array.sharding)
-        handle = request.result_handles[index] if request.result_handles else 0
+    handles = _result_handles(request, "result_handles", len(specs))
+    results = [Array(spec.dtype.kind, _shape(spec.shape), _sharding(session, spec.sharding)) for spec in specs]
+    for handle, array in zip(handles, results, strict=True):
         response.array_handles.append(session.bind_array(handle, array))
-        results.append(array)
     return results
 
 

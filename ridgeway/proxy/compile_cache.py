@@ -9,6 +9,7 @@ import hashlib
 import os
 import struct
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from ridgeway.transport import frames
 MAGIC = b"RIDGEWAY-PROGRAM-1\n"
 _LENGTH = struct.Struct("<I")
 _SUFFIX = ".program"
+_PARTIAL = ".partial-"
+ABANDONED_AFTER_SECONDS = 86_400.0
+"""A file that was not renamed for so long is what a process left behind that died while it wrote."""
 
 
 class CompileCache:
@@ -51,7 +55,10 @@ class CompileCache:
             return None
         found = _decode(data)
         if found is None:
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                pass  # of a read-only folder: it is ignored each time
             self.misses += 1
             return None
         try:
@@ -68,7 +75,7 @@ class CompileCache:
         packed = frames.pack_body(metadata)
         rest = _LENGTH.pack(len(packed)) + packed + serialized
         try:
-            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".partial-", delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=self._folder, prefix=_PARTIAL, delete=False) as file:
                 try:
                     file.write(MAGIC + hashlib.sha256(rest).digest() + rest)
                     file.close()
@@ -104,6 +111,14 @@ class CompileCache:
                 break
             path.unlink(missing_ok=True)
             total -= size
+        assert self._folder is not None
+        abandoned = time.time() - ABANDONED_AFTER_SECONDS
+        for path in self._folder.glob(_PARTIAL + "*"):
+            try:
+                if path.stat().st_mtime < abandoned:
+                    path.unlink()
+            except FileNotFoundError:
+                pass  # renamed, or removed by another head
 
 
 def _decode(data: bytes) -> tuple[dict[str, Any], bytes] | None:
@@ -114,6 +129,7 @@ def _decode(data: bytes) -> tuple[dict[str, Any], bytes] | None:
     try:
         (length,) = _LENGTH.unpack_from(data, body)
         end = body + _LENGTH.size + length
-        return msgpack.unpackb(data[body + _LENGTH.size : end], raw=False, strict_map_key=False), data[end:]
+        metadata = msgpack.unpackb(data[body + _LENGTH.size : end], raw=False, strict_map_key=False)
     except (ValueError, struct.error, msgpack.UnpackException):
         return None
+    return (metadata, data[end:]) if isinstance(metadata, dict) else None

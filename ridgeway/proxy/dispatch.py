@@ -97,8 +97,7 @@ class Dispatcher:
 
     def _discard(self, parts: list[HostPart], buffers: HostBufferStore) -> None:
         for part in parts:
-            if buffers.take(part.handle) is None:
-                buffers.when_here(part.handle, lambda _: None)
+            buffers.discard(part.handle)
 
     # ---- programs
 

@@ -1,6 +1,7 @@
 """Handlers of requests about executables. Each: (session, request, response, later) -> None or LATER."""
 
 import asyncio
+import hashlib
 import re
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 from ridgeway.protocol import messages
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
+from ridgeway.proxy import plugin_programs
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.services import Handler
@@ -41,6 +43,9 @@ def _in_background(session: Session, name: str, work: Any, later: Later) -> None
 
 def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
     program = request.program
+    if program.type_name == plugin_programs.PLUGIN_PROGRAM:
+        _compile_plugin_program(session, program.data, response)
+        return None
     if program.type_name != XLA_PROGRAM:
         raise statuses.unimplemented(f"programs of type {program.type_name} are not supported").error()
     options = messages.XlaCompileOptionsProto.FromString(request.compile_options.data).compile_options
@@ -71,6 +76,42 @@ def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
     return LATER
 
 
+def _compile_plugin_program(session: Session, data: bytes, response: Any) -> None:
+    program = plugin_programs.parse(data)
+    handle = session.new_handle()
+    session.plugin_programs[handle] = program
+    response.loaded_executable_handle = handle
+    response.name = program.name
+    response.num_devices = len(program.devices)
+    response.device_ids.extend(program.devices)
+    response.addressable_device_ids.extend(program.devices)
+    response.fingerprint_value = hashlib.sha256(data).hexdigest().encode()
+    response.ready_future_handle, _ = session.new_future(OK)
+
+
+_NO_DETAILS = statuses.unimplemented("a request to the server has no properties of a compiled program")
+
+
+def _execute_plugin_program(
+    session: Session, program: plugin_programs.PluginProgram, request: Any, response: Any
+) -> None:
+    results = program.execute(session, [session.array(handle) for handle in request.args_handles])
+    given = request.result_array_handle
+    if given and len(given) != len(results):
+        raise statuses.invalid_argument(f"{program.name} has {len(results)} results, not {len(given)}").error()
+    for index, result in enumerate(results):
+        handle = session.bind_array(given[index] if given else 0, result)
+        if not given:
+            output = response.outputs.add(array_handle=handle)
+            output.dtype.kind = result.kind
+            output.shape.dims.extend(result.shape)
+            output.sharding.serialized_sharding.type_name = result.sharding.type_name
+            output.sharding.serialized_sharding.data = result.sharding.data
+    if request.execute_options.fill_status or request.result_status_handle:
+        response.status_handle, future = session.new_future(None, request.result_status_handle)
+        session.services.dispatcher.ready(results, future.resolve)
+
+
 def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], ...]:
     """The device ids by replica and partition, cleared from the options so that they do not distinguish programs."""
     build = options.executable_build_options
@@ -90,6 +131,13 @@ def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], .
 
 
 def loaded_executable_metadata(session: Session, request: Any, response: Any, later: Later) -> None:
+    if request.loaded_executable_handle in session.plugin_programs:
+        # The client takes an error about donated inputs or memory kinds for one of compiling.
+        for name in ("parameter_layouts", "output_layouts", "compiled_memory_stats"):
+            fill_status_proto(getattr(response, f"{name}_error"), _NO_DETAILS)
+        response.donated_input_indices.SetInParent()
+        response.output_memory_kinds.status.SetInParent()
+        return
     executable = session.executable(request.loaded_executable_handle)
     metadata = executable.compiled.metadata
     for name in ("parameter_shardings", "output_shardings"):
@@ -135,6 +183,10 @@ def _fill_layouts(response: Any, name: str, texts: list[str]) -> None:
 
 
 def loaded_executable_execute(session: Session, request: Any, response: Any, later: Later) -> None:
+    plugin_program = session.plugin_programs.get(request.loaded_executable_handle)
+    if plugin_program is not None:
+        _execute_plugin_program(session, plugin_program, request, response)
+        return
     executable = session.executable(request.loaded_executable_handle)
     services = session.services
     options = request.execute_options
@@ -214,15 +266,18 @@ def loaded_executable_human_readable_program_text(session: Session, request: Any
 
 
 def loaded_executable_delete(session: Session, request: Any, response: Any, later: Later) -> None:
-    session.executable(request.loaded_executable_handle)
+    if request.loaded_executable_handle not in session.plugin_programs:
+        session.executable(request.loaded_executable_handle)
     response.future_handle, _ = session.new_future(OK)
 
 
 def loaded_executable_is_deleted(session: Session, request: Any, response: Any, later: Later) -> None:
-    response.is_deleted = request.loaded_executable_handle not in session.executables
+    handle = request.loaded_executable_handle
+    response.is_deleted = handle not in session.executables and handle not in session.plugin_programs
 
 
 def loaded_executable_destruct(session: Session, request: Any, response: Any, later: Later) -> None:
+    session.plugin_programs.pop(request.loaded_executable_handle, None)
     executable = session.executables.pop(request.loaded_executable_handle, None)
     if executable is not None:
         executable.dropped = True

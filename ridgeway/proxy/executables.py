@@ -97,5 +97,5 @@ class Executable:
         kinds = [self.output_memory_kind(index) for index in range(len(metadata["outputs"]))]
         return [
             "load", self.program, self.name, self.compiled.options, self.assignment, metadata["inputs"],
-            metadata["outputs"], kinds, [[c.number, c.operands, c.results] for c in self.callbacks.values()],
+            metadata["outputs"], kinds, [[c.number, c.results] for c in self.callbacks.values()],
         ], [self.compiled.serialized]  # fmt: skip

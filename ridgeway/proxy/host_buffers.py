@@ -30,7 +30,9 @@ class HostBufferStore:
         if waiting is not None:
             for arrival in waiting[1]:
                 arrival(data)
+            self._tell_watchers(handle, data)
             return
+        self.take(handle)  # a handle that is used twice has the later bytes
         if self.bytes + len(data) > self._limit_bytes:
             raise statuses.resource_exhausted(
                 f"host buffers of this session would exceed {self._limit_bytes} bytes (host_buffer_limit_bytes)"
@@ -41,6 +43,7 @@ class HostBufferStore:
 
     def fail(self, handle: int, error: Status) -> None:
         """The buffer that the client asked for will not come: who looks it up gets the error."""
+        self.take(handle)
         self._buffers[handle] = error
         self._tell_watchers(handle, error)
 
@@ -52,11 +55,24 @@ class HostBufferStore:
 
     def take(self, handle: int) -> bytes | None:
         """The buffer if it is here; it is forgotten."""
-        data = self._buffers.pop(handle, None)
+        data = self._buffers.get(handle)
         if not isinstance(data, bytes):
             return None
+        del self._buffers[handle]
         self.bytes -= len(data)
         return data
+
+    def forget(self, handle: int) -> None:
+        """The client needs the buffer, or the error in its place, no more."""
+        if self.take(handle) is None:
+            self._buffers.pop(handle, None)
+
+    def discard(self, handle: int) -> None:
+        """Nobody will use the buffer, whether it is here or still comes."""
+        if handle in self._buffers:
+            self.forget(handle)
+        else:
+            self.when_here(handle, lambda _: None)
 
     def look_up(self, handle: int, arrival: Arrival) -> None:
         """Call ``arrival`` with the buffer, now or when it comes, or with an error; the buffer stays. The client
@@ -69,7 +85,12 @@ class HostBufferStore:
         arrivals.append(arrival)
 
     def when_here(self, handle: int, arrival: Arrival) -> None:
-        """Call ``arrival`` with the buffer, which is not here yet, or with an error after the timeout."""
+        """Call ``arrival`` with the buffer, which is not here yet, or with an error: that of the copy which was to
+        fill it, or after the timeout."""
+        failed = self._buffers.get(handle)
+        if isinstance(failed, Status):
+            arrival(failed)
+            return
         _, arrivals = self._waiting.setdefault(handle, (time.monotonic() + self._timeout_seconds, []))
         arrivals.append(arrival)
 

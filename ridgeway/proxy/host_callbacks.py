@@ -15,7 +15,7 @@ from ridgeway.protocol.callback_link import Client
 from ridgeway.protocol.status import Code, Status
 
 Arrays = list[tuple[int, tuple[int, ...]]]
-"""Dtype kind and shape of each operand or result."""
+"""Dtype kind and shape of each result."""
 Later = Callable[[Status | None], None]
 
 _DROPPED = statuses.failed_precondition("the program of a host callback was dropped, or its client went away")
@@ -42,11 +42,10 @@ class _Call:
 class HostCallback:
     """One callback of one executable."""
 
-    def __init__(self, number: int, client: Client, client_number: int, operands: Arrays, results: Arrays):
+    def __init__(self, number: int, client: Client, client_number: int, results: Arrays):
         self.number = number
         self.client = client
         self.client_number = client_number
-        self.operands = operands
         self.results = results
         self.poll: Later | None = None
         """the answer to jaxlib's poll"""
@@ -60,11 +59,11 @@ class CallbackStream:
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
 
-    def call(self, call: _Call, data: bytes) -> None:
+    def call(self, call: _Call, shapes: list[list[int]], data: bytes) -> None:
         """Have the client run a callback."""
         number = next(self._numbers)
         self._calls[number] = call
-        self._send(callback_link.pack(["call", number, call.callback.client_number, data]))
+        self._send(callback_link.pack(["call", number, call.callback.client_number, shapes, data]))
 
     def on_message(self, message: list[Any]) -> None:
         """The client has run one.
@@ -126,8 +125,7 @@ class HostCallbackRegistry:
                 "host callbacks need Ridgeway installed in the client's Python, where jax finds it as a plugin"
             ).error() from None
         number = next(self._numbers)
-        operands = _arrays(proto.operands[callback_link.NAME_OPERANDS :])
-        callback = HostCallback(number, client, client_number, operands, _arrays(proto.results))
+        callback = HostCallback(number, client, client_number, _arrays(proto.results))
         self._callbacks[number] = callback
         return callback
 
@@ -141,7 +139,9 @@ class HostCallbackRegistry:
         if poll is not None:
             poll(None)  # without a call: jaxlib's client stops polling
 
-    def called(self, executor: ExecutorLink, number: int, token: int, data: bytes) -> None:
+    def called(
+        self, executor: ExecutorLink, number: int, token: int, shapes: list[list[int]], data: bytes
+    ) -> None:
         """A worker calls."""
         callback = self._callbacks.get(number)
         if callback is None:
@@ -152,7 +152,7 @@ class HostCallbackRegistry:
         if stream is None:
             call.finish(_NO_STREAM)
         else:
-            stream.call(call, data)
+            stream.call(call, shapes, data)
 
 
 class SessionCallbacks:

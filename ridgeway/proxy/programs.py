@@ -39,7 +39,7 @@ class Programs:
         Raises:
           statuses.StatusError: see `cluster.compilers.CompilerPool.compile`.
         """
-        platform = f"{self._platform} {self._manager.compilers.environment}"
+        platform = f"{self._platform} {await self._manager.compilers.known_environment()}"
         key = program_key(artifact, options, replicas, partitions, platform)
         started = time.monotonic()
         found = self._compiled.get(key)

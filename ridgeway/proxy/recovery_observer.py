@@ -36,10 +36,18 @@ class _Activity:
         self.step: str | None = None
         self.lost_at: float | None = None
         self.error_seen = False
+        """since the last loss"""
+        self.recovering = False
+        """an error was seen after an earlier loss, and no step has completed since"""
         self.undisturbed_steps = 0
         self.arrays_made = 0
         self.bytes_made = 0
         self.made_reported = 0.0
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether the program knows of what was lost."""
+        return self.error_seen or self.recovering
 
     def step_program(self) -> str | None:
         """The program that looks like the training step."""
@@ -66,6 +74,8 @@ class RecoveryObserver:
         for session in sessions:
             activity = self._activity(session)
             name = activity.step_program() or activity.step
+            # A loss in the middle of a recovery may well never show in an error of its own.
+            activity.recovering = activity.lost_at is not None and activity.disturbed
             activity.error_seen = False
             activity.lost_at = time.monotonic()
             activity.undisturbed_steps = 0
@@ -105,7 +115,7 @@ class RecoveryObserver:
             return False
         if activity.step is None:
             activity.step = activity.step_program()
-        if name == activity.step and not activity.error_seen:
+        if name == activity.step and not activity.disturbed:
             activity.undisturbed_steps += 1
             if activity.undisturbed_steps > UNDISTURBED_STEPS and now - activity.lost_at > UNDISTURBED_SECONDS:
                 # This session goes on stepping and saw no error: what was lost was nothing of its own.
@@ -117,7 +127,7 @@ class RecoveryObserver:
             "program_started", session=session.number, name=name, devices=len(executable.devices),
             arguments=executable.arguments,
         )  # fmt: skip
-        return activity.error_seen and name == activity.step
+        return activity.disturbed and name == activity.step
 
     def executed(self, session: "Session", executable: "Executable", started: float, status: Status | None) -> None:
         """An execution that `executing` wanted to know of is over."""

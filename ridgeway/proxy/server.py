@@ -233,5 +233,5 @@ class ProxyServer:
         request = messages.GrpcHostBufferDeleteRequest.FromString(data)
         session = self._session_by_number(request.session_id)
         if session is not None:
-            session.buffers.take(request.handle)
+            session.buffers.forget(request.handle)
         return messages.GrpcHostBufferDeleteResponse().SerializeToString()

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from ridgeway.protocol import dtypes, messages, shardings
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
@@ -16,6 +18,7 @@ from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
 from ridgeway.proxy.host_callbacks import SessionCallbacks
+from ridgeway.proxy.plugin_programs import PluginProgram
 from ridgeway.proxy.services import Services
 
 SERVER_HANDLES_FROM = 1 << 40
@@ -79,6 +82,7 @@ class Session:
         self.started = time.monotonic()
         self.arrays: dict[int, Array] = {}
         self.executables: dict[int, Executable] = {}
+        self.plugin_programs: dict[int, PluginProgram] = {}
         self.futures: dict[int, Future] = {}
         self.buffers = HostBufferStore(
             services.settings.host_buffer_limit_bytes, services.settings.host_buffer_timeout_seconds
@@ -161,6 +165,9 @@ class Session:
             result = handler(self, getattr(request, kind), answer, _Later(self, operation, response, name))
         except StatusError as error:
             self._fail(operation, name, getattr(request, kind), response, error.status)
+        except DecodeError as error:
+            status = statuses.invalid_argument(f"a part of the request {name} cannot be read: {error}")
+            self._fail(operation, name, getattr(request, kind), response, status)
         except Exception as error:
             self.services.report_bug(name, error)
             status = statuses.internal(f"the proxy failed at {name}: {error!r}")
@@ -225,6 +232,7 @@ class Session:
         for executable in self.executables.values():
             self.services.programs.release(executable)
         self.executables.clear()
+        self.plugin_programs.clear()
         self.callbacks.close()
         self.futures.clear()
         self.buffers.close()

@@ -3,6 +3,7 @@
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,8 +67,9 @@ class BlockingLink:
         self._socket.close()
 
 
-def read_exactly(connection: socket.socket, length: int) -> bytearray:
-    """``length`` bytes from a socket.
+def read_exactly(connection: socket.socket, length: int, deadline: float | None = None) -> bytearray:
+    """``length`` bytes from a socket, all of them before ``deadline`` (of `time.monotonic`): a socket's own timeout
+    begins anew with each byte.
 
     Raises:
       LinkClosed: the connection ended or timed out before that.
@@ -76,6 +78,8 @@ def read_exactly(connection: socket.socket, length: int) -> bytearray:
     view = memoryview(data)
     while view:
         try:
+            if deadline is not None:
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
             count = connection.recv_into(view)
         except OSError as error:
             raise LinkClosed(str(error)) from None
@@ -94,18 +98,20 @@ def connect(
       authentication.AuthenticationError: the peer has another secret, or is no Ridgeway process.
       OSError: it cannot be reached in time.
     """
+    deadline = time.monotonic() + timeout_seconds
     connection = socket.create_connection((host, port), timeout_seconds)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             connection = tls.wrap_socket(connection, server_hostname=host)
         try:
-            server_nonce = authentication.parse_greeting(bytes(read_exactly(connection, authentication.GREETING_BYTES)))
+            greeting = read_exactly(connection, authentication.GREETING_BYTES, deadline)
+            server_nonce = authentication.parse_greeting(bytes(greeting))
             client_nonce = authentication.new_nonce()
             connection.sendall(client_nonce + authentication.proof(secret, b"client", server_nonce, client_nonce))
-            if bytes(read_exactly(connection, 1)) != authentication.ACCEPTED:
+            if bytes(read_exactly(connection, 1, deadline)) != authentication.ACCEPTED:
                 raise authentication.AuthenticationError(f"{host}:{port} has another cluster secret")
-            candidate = bytes(read_exactly(connection, authentication.PROOF_BYTES))
+            candidate = bytes(read_exactly(connection, authentication.PROOF_BYTES, deadline))
         except LinkClosed as error:
             raise authentication.AuthenticationError(f"{host}:{port} closed the handshake: {error}") from None
         if not authentication.is_proof(candidate, secret, b"server", server_nonce, client_nonce):
@@ -123,12 +129,13 @@ def accept(connection: socket.socket, secret: str, timeout_seconds: float) -> Bl
     Raises:
       authentication.AuthenticationError: the peer does not know the secret, or took too long.
     """
-    connection.settimeout(timeout_seconds)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    deadline = time.monotonic() + timeout_seconds
     try:
+        connection.settimeout(timeout_seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server_nonce = authentication.new_nonce()
         connection.sendall(authentication.MAGIC + server_nonce)
-        answer = bytes(read_exactly(connection, authentication.NONCE_BYTES + authentication.PROOF_BYTES))
+        answer = bytes(read_exactly(connection, authentication.NONCE_BYTES + authentication.PROOF_BYTES, deadline))
         client_nonce, candidate = answer[: authentication.NONCE_BYTES], answer[authentication.NONCE_BYTES :]
         if not authentication.is_proof(candidate, secret, b"client", server_nonce, client_nonce):
             connection.sendall(authentication.REFUSED)

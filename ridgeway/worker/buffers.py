@@ -152,10 +152,14 @@ class PromiseTable:
 
     def expire(self, patience_seconds: float) -> None:
         """Fail what was announced so long ago and did not come: the network between two hosts can swallow bytes
-        without either of them noticing."""
+        without either of them noticing. Negative tokens are host callbacks, which wait for the controller."""
         now = time.monotonic()
         with self._lock:
-            late = [t for t, p in self._promises.items() if p.claimed and now - p.claimed_at >= patience_seconds]
+            late = [
+                token
+                for token, promise in self._promises.items()
+                if token > 0 and promise.claimed and now - promise.claimed_at >= patience_seconds
+            ]
             promises = [self._promises.pop(token) for token in late]
         for promise in promises:
             promise.resolve(statuses.deadline_exceeded(

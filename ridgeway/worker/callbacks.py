@@ -18,7 +18,7 @@ _ERROR_MARK = "host callback on the controller: "
 _TRACEBACK = "Traceback (most recent call last)"
 
 Arrays = list[tuple[int, tuple[int, ...]]]
-"""Dtype kind and shape of each operand or result."""
+"""Dtype kind and shape of each result."""
 
 
 class CallbackCaller:
@@ -46,7 +46,7 @@ class CallbackCaller:
             self._promises.resolve(token, cause)
 
     def function(
-        self, callback: int, operands: Arrays, results: Arrays, spans: bool
+        self, callback: int, results: Arrays, spans: bool
     ) -> Callable[..., tuple[Any, ...]]:
         """The function that XLA calls for one callback of a program; a token is passed as None and given back.
         ``spans``: executors run the program together."""
@@ -54,20 +54,19 @@ class CallbackCaller:
         def call(*arguments: Any) -> tuple[Any, ...]:
             arrays = [np.asarray(argument) for argument in arguments if argument is not None]
             tokens = (None,) * (len(arguments) - len(arrays))
-            data = b"".join(array.tobytes() for array in arrays)
-            if len(data) != _size(operands):
-                raise RuntimeError(f"host callback: operands of {len(data)} bytes instead of {_size(operands)}")
-            return tokens + _unpack(self._ask(callback, data, spans), results)
+            return tokens + _unpack(self._ask(callback, arrays, spans), results)
 
         return call
 
-    def _ask(self, callback: int, data: bytes, spans: bool) -> Any:
+    def _ask(self, callback: int, operands: list[np.ndarray], spans: bool) -> Any:
         with self._lock:
             token = next(self._tokens)
             self._calls[token] = spans
         try:
             promise = self._promises.claim(token, None)
-            self._send(["callback", callback, token], [data])
+            # A callback on parts of arrays is declared with the whole ones' shapes.
+            shapes = [list(array.shape) for array in operands]
+            self._send(["callback", callback, token, shapes], [b"".join(array.tobytes() for array in operands)])
             try:
                 return promise.wait(self._timeout_seconds)
             except statuses.StatusError as error:

@@ -23,6 +23,11 @@ _MEMORY_STATS = (
     "host_output_size_in_bytes", "host_alias_size_in_bytes", "host_temp_size_in_bytes", "peak_memory_in_bytes",
 )  # fmt: skip
 _CLIENT_LIMIT = 2
+_COMPILER_CALLBACKS = {
+    "InspectSharding": "jax.debug.inspect_array_sharding",
+    "CustomSPMDPartitioning": "jax.experimental.custom_partitioning",
+}
+"""Target of a custom call -> what makes it."""
 
 _clients: dict[int, Any] = {}
 
@@ -56,6 +61,7 @@ def compile_program(artifact: bytes, options: bytes, replicas: int, partitions: 
             raise statuses.invalid_argument(
                 f"the program is not a StableHLO artifact of this jaxlib: {error}"
             ).error() from None
+        _refuse_compiler_callbacks(artifact, module)
         metadata = _signature(module)
         parsed = xla_client.CompileOptions.ParseFromString(options)
         local = sorted(client.local_devices(), key=lambda d: d.id)
@@ -85,6 +91,27 @@ def program_text(serialized: bytes, options: bytes, replicas: int, partitions: i
         return "\n\n".join(module.to_string() for module in executable.hlo_modules())
     except Exception as error:
         raise statuses.classify_runtime_error(str(error)).error() from None
+
+
+def _refuse_compiler_callbacks(artifact: bytes, module: Any) -> None:
+    """Some programs carry the address of a function that XLA calls while it compiles: an address in the process of
+    the user, with which this one would crash."""
+    if not any(target.encode() in artifact for target in _COMPILER_CALLBACKS):
+        return
+
+    found: set[str] = set()
+
+    def look(operation: Any) -> Any:
+        attributes = operation.attributes
+        if "call_target_name" in attributes:
+            found.add(ir.StringAttr(attributes["call_target_name"]).value)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(look)
+    for target in found & _COMPILER_CALLBACKS.keys():
+        raise statuses.unimplemented(
+            f"{_COMPILER_CALLBACKS[target]} calls Python from inside the compiler, which is another process here"
+        ).error()
 
 
 def _signature(module: Any) -> dict[str, Any]:

@@ -115,8 +115,7 @@ class ProgramOrders:
         if loaded is None:
             spans = any(device not in runtime.local for device in source.devices)
             callbacks = [
-                self._executor.callbacks.function(number, operands, results, spans)
-                for number, operands, results in source.callbacks
+                self._executor.callbacks.function(number, results, spans) for number, results in source.callbacks
             ]
             loaded = runtime.load(source, callbacks)
         return loaded

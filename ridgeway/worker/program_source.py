@@ -26,7 +26,7 @@ class ProgramSource:
     output_memory_kinds: tuple[str | None, ...]
     serialized: bytes
     callbacks: tuple[Any, ...] = ()
-    """of each host callback its number, operands and results, see `worker.callbacks`"""
+    """of each host callback its number and results, see `worker.callbacks`"""
 
     @property
     def devices(self) -> tuple[int, ...]:

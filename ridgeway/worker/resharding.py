@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.worker.buffers import Promise
 
@@ -43,11 +44,15 @@ class Assembly:
         if where is None:
             self.promise.resolve(value)
             return
-        with self._lock:
-            if self._array is None:
-                self._array = np.empty(self._shape, self._dtype)
-            array = self._array
-        cut(array, where)[...] = value  # pieces do not overlap
+        try:
+            with self._lock:
+                if self._array is None:
+                    self._array = np.empty(self._shape, self._dtype)
+                array = self._array
+            cut(array, where)[...] = value  # pieces do not overlap
+        except (MemoryError, ValueError) as error:
+            self.promise.resolve(statuses.resource_exhausted(f"{self._dtype}{list(self._shape)}: {error}"))
+            return
         with self._lock:
             self._left -= 1
             complete = self._left == 0

@@ -1,12 +1,26 @@
 """Fixtures of the end-to-end tests: places of their own, and one cluster that most tests share."""
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import e2e_harness as harness
 import pytest
 from e2e_harness import Cluster, Controller, Place
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ended_in_order() -> Iterator[None]:
+    """SIGTERM, as continuous integration sends it, ends the tests as Ctrl-C does: with every cluster taken down."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

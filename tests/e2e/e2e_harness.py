@@ -26,6 +26,7 @@ import pytest
 from ridgeway.launch import control
 from ridgeway.launch.cluster_folder import ClusterRecord, read_record
 from ridgeway.launch.environment import command_environment
+from ridgeway.processes import die_with_parent
 
 ROOT = Path(__file__).parents[2]
 TRAINER = ROOT / "examples" / "plain_trainer.py"
@@ -53,6 +54,12 @@ def until(
         assert time.monotonic() < end, describe()
         time.sleep(POLL_SECONDS)
     return value
+
+
+def dying_with_this_process() -> Callable[[], object]:
+    """For a child to call first: should the tests themselves be killed, it and all that it supervises ends."""
+    parent = os.getpid()
+    return lambda: die_with_parent(parent)
 
 
 class Running:
@@ -165,6 +172,7 @@ class Place:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=dying_with_this_process(),
         )
         return Running(process)
 
@@ -413,6 +421,7 @@ class Controller:
             stderr=self._errors,
             text=True,
             start_new_session=True,
+            preexec_fn=dying_with_this_process(),
         )
         self._lines: list[dict[str, Any]] = []
         self._heard = 0

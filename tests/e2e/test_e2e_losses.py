@@ -91,8 +91,8 @@ def watchful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster that calls silence a loss soon."""
     with harness.cluster_in(
         tmp_path_factory.mktemp("watchful"), "3x1x1",
-        "--set", "heartbeat_timeout_seconds=2", "--set", "heartbeat_interval_seconds=0.2",
-        "--set", "suspect_after_seconds=0.8", "--set", "progress_deadline_seconds=4",
+        "--set", "heartbeat_timeout_seconds=4", "--set", "heartbeat_interval_seconds=0.2",
+        "--set", "suspect_after_seconds=0.8", "--set", "progress_deadline_seconds=6",
     ) as cluster:  # fmt: skip
         yield cluster
 

@@ -17,7 +17,7 @@ pytestmark = harness.MARKS
 COMPILE = """
 import uuid
 def slow(x):
-    for k in range(250):
+    for k in range(120):
         x = jnp.sin(x @ x) * (k + 1) + jnp.cumsum(x, axis=k % 2)
     return x
 square = jax.device_put(np.eye(24, dtype=np.float32) * {factor}, devices_of(0)[0])
@@ -98,6 +98,8 @@ def test_a_training_killed_at_every_bad_moment(
     lost = Counter(event["slice"] for event in cluster.events(since, "host_lost"))
     assert lost >= Counter({0: 2, 1: 1, 2: 1}), lost
     assert len(cluster.events(since, "error_raised")) >= 2
+    # The record of it ends with a step that was done again, not with a loss that nobody noticed.
+    assert "disturbed" not in cluster.events(since, "recovery_completed")[-1]
     assert "restored step" in run.output
 
 
@@ -122,8 +124,10 @@ def test_a_worker_killed_while_the_cluster_comes_up(place: Place, tmp_path: Path
 def test_restarts_used_up_are_a_clear_error_and_the_checkpoints_stay(place: Place, tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     program = [sys.executable, str(TRAINER), "--checkpoints", str(checkpoints), *TRAINING]
-    up = ("--topology", "2x1x1", *harness.ANY_PORTS)
-    run = place.ridgeway("run", *up, "--max-slice-restarts", "0", "--", *program, "--slice-timeout-seconds", "1")
+    run = place.ridgeway(
+        "run", "--topology", "2x1x1", *harness.ANY_PORTS, "--max-slice-restarts", "0", "--",
+        *program, "--slice-timeout-seconds", "1",
+    )  # fmt: skip
     run.says(rf"^step {TRAINING_SAFE_STEP} loss", "stdout")
     cluster = Cluster(place, place.record())
     cluster.kill_worker(1)
@@ -134,10 +138,11 @@ def test_restarts_used_up_are_a_clear_error_and_the_checkpoints_stay(place: Plac
     assert re.search(r"^TimeoutError: Timed out waiting for 2 slices", errors, re.MULTILINE), errors
     place.assert_nothing_left()
 
-    again = place.ridgeway("run", *up, "--", *program)
+    # What was committed is whole: the same program, without Ridgeway, goes on from there.
+    again = place.start(program, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
     assert again.wait() == 0, again.describe()
     restored = int(re.search(r"restored step (\d+) on 2 devices", again.output)[1])  # type: ignore[index]
     assert list(losses(again.output)) == list(range(restored + 1, harness.TRAINING_STEPS))
     common = losses(run.output).keys() & losses(again.output).keys()
-    assert common and all(losses(run.output)[step] == losses(again.output)[step] for step in common)
-    place.assert_nothing_left()
+    before, after = ([float(losses(each.output)[step]) for step in sorted(common)] for each in (run, again))
+    assert common and after == pytest.approx(before, rel=1e-5)

@@ -157,3 +157,21 @@ more = jax.jit(lambda a: a + 1, donate_argnums=0)(moved)    # shows when somethi
     error = program.error_of("np.asarray(more)")
     assert "INVALID_ARGUMENT" in error and "deleted or donated" in error, error
     program.run("more.delete(); moved = more = None; result = float(jnp.ones(3).sum())")
+
+
+@pytest.mark.maxtext
+def test_pathwaysutils_reshards_through_the_server(program: Controller) -> None:
+    pytest.importorskip("pathwaysutils")
+    assert program.run("""
+from pathwaysutils import reshard as by_ifrt
+from pathwaysutils.experimental import reshard as by_request
+whole = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y")), P("x", "y"))
+half = NamedSharding(Mesh(np.array(jax.devices()[4:]), ("x",)), P(None, "x"))
+values = np.arange(64.0).reshape(4, 16)
+result = []
+for reshard in (by_ifrt.reshard, by_request.reshard):
+    tree = {"a": jax.device_put(values, whole), "b": jax.device_put(values * 2, whole)}
+    moved = reshard(tree, half, donate=True)
+    result.append([bool((np.asarray(moved["a"]) == values).all()), bool((np.asarray(moved["b"]) == values * 2).all()),
+                   moved["a"].sharding == half])
+""") == [[True, True, True]] * 2

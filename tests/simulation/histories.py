@@ -109,8 +109,12 @@ class _History:
             if isinstance(error, asyncio.CancelledError):
                 raise
             story = "\n".join(world.log[-120:])
-            raise SimulationFailure(f"history {self._seed}: {type(error).__name__}: {error}\n{story}") from error
+            replay = f"python tests/simulation/histories.py {self._seed}"
+            raise SimulationFailure(
+                f"history {self._seed}: {type(error).__name__}: {error}\n{story}\nAgain: {replay}"
+            ) from error
         finally:
+            world.over = True
             world.failure.cancel()
 
     async def _live(self, world: World) -> None:

@@ -11,8 +11,8 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from simulated_executor import mix
 from simulated_head import SimulatedCluster
+from simulated_runtime import mix
 
 from ridgeway.protocol.status import Code, Status
 from ridgeway.proxy.arrays import Array
@@ -82,6 +82,7 @@ class Controller:
         self.rounds = 0
         """trainings that went through"""
         self.round_began = 0.0
+        self.closed = False
         self.arrays: dict[Array, None] = {}
         self._operations = itertools.count(1)
         self._handles = itertools.count(1)
@@ -128,6 +129,8 @@ class Controller:
         return answer()
 
     def _check_error(self, what: str, error: Status) -> None:
+        if self.closed:
+            return  # nobody reads it any more
         self.errors.append(error)
         self.world.say(f"{self.name}: {what}: {error}")
         if error.code not in (Code.DATA_LOSS, Code.DEADLINE_EXCEEDED):
@@ -288,6 +291,7 @@ class Controller:
 
     def close(self) -> None:
         """The client goes away: everything it held is freed."""
+        self.closed = True
         self.drop(*[Value(array, 0) for array in list(self.arrays)])
         for program in self._executables:
             self.cluster.programs.release(program)

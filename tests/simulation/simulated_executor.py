@@ -1,12 +1,12 @@
 """An executor process: obeys orders as `ridgeway.worker.executor` does, with numbers in the place of arrays."""
 
 import asyncio
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from simulated_network import Connection, Machine, Process
-from simulated_xla import BROKEN, Call, XlaWorld
+from simulated_buffers import BufferHolder
+from simulated_network import Machine
+from simulated_runtime import Execution, GenerationFailure, Pending, Program, Runtime, Waiters, mix
+from simulated_xla import BROKEN, XlaWorld
 
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status
@@ -16,141 +16,17 @@ ORDER_SECONDS = 0.0003
 WORK_SECONDS = 0.003
 
 
-def mix(program: str, values: list[int]) -> int:
-    """What a program computes, in executors and in the controller that checks them."""
-    result = sum(program.encode())
-    for value in values:
-        result = (result * 1_000_003 + value) % (1 << 62)
-    return result
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GenerationFailure(Status):
-    """As `ridgeway.worker.failures.GenerationFailure`, which would bring jax along."""
-
-    generation: int = 0
-
-
-class Pending:
-    """A value that comes later: a number, or the error in its place."""
-
-    def __init__(self) -> None:
-        self.value: int | Status | None = None
-        self._callbacks: list[Callable[[], None]] = []
-
-    def resolve(self, value: int | Status) -> None:
-        if self.value is None:
-            self.value = value
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        if self.value is None:
-            self._callbacks.append(callback)
-        else:
-            callback()
-
-
-class Promise(Pending):
-    """Bytes on their way."""
-
-    claimed = False
-    claimed_at = 0.0
-    source: int | None = None
-
-
-class Execution(Pending):
-    """One execution on one runtime; its results all have its value."""
-
-    def __init__(self, runtime: "Runtime", number: int, program: "Program", inputs: list["int | Pending"]):
-        super().__init__()
-        self.runtime = runtime
-        self.number = number
-        self.program = program
-        self.inputs = inputs
-        self.call: Call | None = None
-
-
-Shard = int | Status | Pending
-
-
-class Program:
-    """A loaded program: a name, its devices, and which arguments it takes over."""
-
-    def __init__(self, name: str, devices: tuple[int, ...], donated: tuple[int, ...]):
-        self.name = name
-        self.devices = devices
-        self.donated = donated
-
-
-class Runtime:
-    """A client: alone, or a member of a generation."""
-
-    def __init__(self, generation: int, first_devices: list[int], per_host: int, rank: int, xla: XlaWorld | None):
-        self.generation = generation
-        self.rank = rank
-        self.xla = xla
-        self.rank_of = {first + k: r for r, first in enumerate(first_devices) for k in range(per_host)}
-        self.local = {device for device, owner in self.rank_of.items() if owner == rank}
-        self.aborted: Status | None = None
-        self.queue: list[Execution] = []
-        self.changed: asyncio.Future[None] | None = None
-
-    def poke(self) -> None:
-        if self.changed is not None and not self.changed.done():
-            self.changed.set_result(None)
-
-
-class Waiters:
-    """Answers that wait for what one runtime computes."""
-
-    def __init__(self) -> None:
-        self.tasks: dict[int, Callable[[Any, Status | None], None]] = {}
-        self.completed = 0
-        self._next = 0
-        self._abandoned: Status | None = None
-
-    def register(self, deliver: Callable[[Any, Status | None], None]) -> Callable[[Any, Status | None], None]:
-        if self._abandoned is not None:
-            deliver(None, self._abandoned)
-            return lambda result, error: None
-        self._next += 1
-        number = self._next
-        self.tasks[number] = deliver
-
-        def finish(result: Any, error: Status | None) -> None:
-            waiting = self.tasks.pop(number, None)
-            if waiting is not None:
-                waiting(result, error)
-
-        return finish
-
-    def abandon(self, cause: Status) -> None:
-        self._abandoned = cause
-        tasks, self.tasks = self.tasks, {}
-        for deliver in tasks.values():
-            deliver(None, cause)
-
-
-class SimulatedExecutor(Process):
+class SimulatedExecutor(BufferHolder):
     """One executor; `cluster` says how to reach the head, other executors and services."""
 
     def __init__(self, machine: Machine, number: int, agent: int, per_host: int, settings: Settings, cluster: Any):
-        super().__init__(machine, f"executor {number}")
-        self.number = number
+        super().__init__(machine, number, per_host, settings, cluster)
         self.agent = agent
         self.per_host = per_host
-        self.settings = settings
-        self.cluster = cluster
         self.stuck = False
         """its order thread hangs; heartbeats go on"""
-        self.promises: dict[int, Promise] = {}
-        self.store: dict[int, dict[int, Shard]] = {}
         self.programs: dict[str, Program] = {}
         self.first_device = 0
-        self.runtime = Runtime(0, [0], per_host, 0, None)
-        self.waiters = Waiters()
         self.services: dict[int, asyncio.Queue[int]] = {}
         self.cancelled: dict[int, Status] = {}
         self.entering: tuple[int, asyncio.Future[bool]] | None = None
@@ -158,13 +34,10 @@ class SimulatedExecutor(Process):
         self.missed_generation = 0
         self.refused: int | None = None
         """an execution that this one refused and others perhaps have started"""
-        self.lost_peers: dict[int, Status] = {}
-        self.abandoned = 0
         self._orders: asyncio.Queue[tuple[list[Any], list[bytes]]] = asyncio.Queue()
         self._received = 0
         self._dispatched = 0
         self._completed_before = 0
-        self.connection: Connection | None = None
         self._task = self.world.task(self._run_orders())
         cluster.executors[self.pid] = self
 
@@ -199,10 +72,6 @@ class SimulatedExecutor(Process):
             self._received += 1
             self._orders.put_nowait((message, attached))
 
-    def send(self, message: list[Any], attached: tuple[bytes, ...] = ()) -> None:
-        if self.alive and self.connection is not None:
-            self.connection.send(message, attached)
-
     def _send_heartbeats(self) -> None:
         self.heartbeat()
         self._expire_promises()
@@ -224,74 +93,10 @@ class SimulatedExecutor(Process):
                 await work
             self._dispatched += 1
 
-    async def _pause(self, seconds: float) -> None:
-        """Let time pass; while the process is stopped it stands still."""
-        if self.machine.slowness != 1.0 or self.stopped:
-            await asyncio.sleep(seconds * self.machine.slowness)
-            while self.stopped:
-                await asyncio.sleep(0.05)
-
-    # ---- errors
-
-    def describe(self, status: Status, runtime: Runtime) -> Status:
-        """For a value that was an error before."""
-        if isinstance(status, GenerationFailure) and status.generation == runtime.generation:
-            return runtime.aborted or status
-        return status
-
-    def _broken(self, runtime: Runtime) -> Status:
-        """For what a collective itself ended in."""
-        return runtime.aborted or GenerationFailure(BROKEN.code, BROKEN.message, runtime.generation)
-
-    def _error_fields(self, status: Status, runtime: Runtime) -> list[Any]:
-        if isinstance(status, GenerationFailure) and status.generation > 0:
-            return [int(status.code), status.message, True, status.generation]
-        return [int(status.code), status.message, False, runtime.generation]
-
-    def _reply_error(self, request: int, status: Status, runtime: Runtime) -> None:
-        self.send(["error", request, *self._error_fields(status, runtime)])
-
     def _execution_failed(self, execution: int, status: Status, runtime: Runtime) -> None:
         self.send(["execution_failed", execution, runtime.generation, *self._error_fields(status, runtime)])
 
     # ---- outside the sequence
-
-    def _promise(self, token: int) -> Promise:
-        return self.promises.setdefault(token, Promise())
-
-    def _claim(self, token: int, source: int | None) -> Promise:
-        promise = self._promise(token)
-        promise.claimed, promise.source, promise.claimed_at = True, source, self.world.now
-        if source in self.lost_peers:
-            promise.resolve(self.lost_peers[source])
-        if promise.value is not None:
-            del self.promises[token]
-        return promise
-
-    def resolve_promise(self, token: int, value: int | Status) -> None:
-        promise = self._promise(token)
-        if promise.claimed:
-            del self.promises[token]
-        promise.resolve(value)
-
-    def _expire_promises(self) -> None:
-        patience = self.settings.transfer_timeout_seconds
-        for token, promise in list(self.promises.items()):
-            if promise.claimed and self.world.now - promise.claimed_at >= patience:
-                text = f"bytes that were announced did not come within {patience} s"
-                self.resolve_promise(token, statuses.deadline_exceeded(text))
-
-    def _aside_data(self, token: int, attached: list[bytes]) -> None:
-        self.resolve_promise(token, int.from_bytes(attached[0], "little"))
-
-    def _aside_data_failed(self, token: int, code: int, message: str, attached: list[bytes]) -> None:
-        self.resolve_promise(token, Status(Code(code), message))
-
-    def _aside_peer_lost(self, executor: int, code: int, message: str, attached: list[bytes]) -> None:
-        self.lost_peers[executor] = Status(Code(code), message)
-        for token, promise in list(self.promises.items()):
-            if promise.claimed and promise.source == executor:
-                self.resolve_promise(token, Status(Code(code), message))
 
     def _service(self, generation: int) -> "asyncio.Queue[int]":
         return self.services.setdefault(generation, asyncio.Queue())
@@ -369,7 +174,6 @@ class SimulatedExecutor(Process):
         if stuck:
             assert old.aborted is not None
             waiters.abandon(old.aborted)
-            self.abandoned += 1
         if old.xla is not None:
             old.xla.detach(self)
         self.runtime = Runtime(0, [self.first_device], self.per_host, 0, None)
@@ -535,27 +339,6 @@ class SimulatedExecutor(Process):
         if self.refused == execution:
             self.refused = None
 
-    async def _shard(self, group: int, device: int) -> "int | Pending":
-        shards = self._group(group)
-        shard = shards[device]
-        if isinstance(shard, Promise):
-            if shard.value is None:
-                arrived: asyncio.Future[None] = self.world.loop.create_future()
-                shard.when_done(lambda: arrived.done() or arrived.set_result(None))
-                try:
-                    await asyncio.wait_for(arrived, self.settings.transfer_timeout_seconds)
-                except TimeoutError:
-                    seconds = self.settings.transfer_timeout_seconds
-                    shard.value = statuses.deadline_exceeded(
-                        f"bytes that were announced did not come within {seconds} s"
-                    )
-                await self._pause(0.0)
-            assert shard.value is not None
-            shards[device] = shard = shard.value
-        if isinstance(shard, Status):
-            raise shard.error()
-        return shard
-
     def _start(self, work: Execution) -> None:
         """Run an execution once its inputs are there."""
         for value in work.inputs:
@@ -592,127 +375,6 @@ class SimulatedExecutor(Process):
         runtime.poke()
         if runtime.queue:
             self._start(runtime.queue[0])
-
-    # ---- orders: buffers
-
-    def _order_free(self, groups: list[int], attached: list[bytes]) -> None:
-        for group in groups:
-            self.store.pop(group, None)
-
-    def _order_put(self, group: int, kind: int, memory_kind: Any, parts: list[Any], attached: list[bytes]) -> None:
-        shards: dict[int, Shard] = {}
-        for devices, _, _, index, token in parts:
-            value = int.from_bytes(attached[index], "little") if index is not None else self._claim(token, None)
-            for device in devices:
-                shards[device] = value
-        self.store[group] = shards
-
-    def _value_of(self, work: Execution) -> int | Status:
-        """What an execution gave, told as this executor would tell it now."""
-        if work.value is BROKEN:
-            return self._broken(work.runtime)
-        assert work.value is not None
-        return self.describe(work.value, work.runtime) if isinstance(work.value, Status) else work.value
-
-    def _read(self, group: int, device: int, deliver: Callable[[Any, Status | None], None]) -> None:
-        """Deliver a shard's bytes when they are known, whatever the next orders do to the shard."""
-        shard = self._group(group)[device]
-        if isinstance(shard, Execution):
-            work, finish = shard, self.waiters.register(deliver)
-            work.when_done(lambda: _deliver(self._value_of(work), finish))
-        elif isinstance(shard, Pending):
-            promise = shard
-            promise.when_done(lambda: _deliver(promise.value, deliver))
-        else:
-            _deliver(shard, deliver)
-
-    def _group(self, number: int) -> dict[int, Shard]:
-        group = self.store.get(number)
-        if group is None:
-            self.world.violation(f"buffer group {number} is not on {self.name}")
-            raise AssertionError
-        return group
-
-    def _order_copy(
-        self, group: int, memory_kind: Any, copies: list[Any], assemblies: list[Any], attached: list[bytes]
-    ) -> None:
-        shards: dict[int, Shard] = {}
-        for target, source_group, source_device in copies:
-            shards[target] = self._group(source_group)[source_device]
-        for devices, _, _, ((_, _, source_group, source_device, token, source_executor),) in assemblies:
-            if token is not None:
-                promise = self._claim(token, source_executor)
-            else:
-                promise = Promise()
-                self._read(source_group, source_device, _resolver(promise))
-            shards |= dict.fromkeys(devices, promise)
-        self.store[group] = shards
-
-    def _order_send(self, group: int, device: int, targets: list[Any], attached: list[bytes]) -> None:
-        self._read(group, device, lambda value, error: self._push(error if error is not None else value, targets))
-
-    def _push(self, value: int | Status, targets: list[Any]) -> None:
-        for token, _, port, executor, _ in targets:
-            delay = self.world.random.uniform(0.001, 0.02)
-            self.after(delay, self._deliver, value, token, port, executor, self.world.now)
-
-    def _deliver(self, value: int | Status, token: int, port: int, executor: int, since: float) -> None:
-        target = self.cluster.executors.get(port)
-        if (
-            target is not None
-            and not self.world.can_reach(self.machine, target.machine)
-            and self.world.random.random() < 0.1
-        ):
-            return  # swallowed by the network, and nobody is told
-        if target is not None and target.alive and self.world.can_reach(self.machine, target.machine):
-            target.run(target.resolve_promise, token, value)
-        elif target is not None and target.alive and self.world.now - since < self.settings.transfer_timeout_seconds:
-            self.after(0.05, self._deliver, value, token, port, executor, since)
-        else:
-            failed = statuses.data_loss(f"bytes could not be sent to 10.0.0.1:{port}")
-            self.send(["transfer_failed", token, int(failed.code), failed.message, executor])
-
-    def _order_fetch(self, request: int, group: int, device: int, strides: Any, attached: list[bytes]) -> None:
-        runtime = self.runtime
-
-        def deliver(value: Any, error: Status | None) -> None:
-            if error is not None:
-                self._reply_error(request, error, runtime)
-            else:
-                self.send(["reply", request], (value.to_bytes(8, "little"),))
-
-        self._read(group, device, deliver)
-
-    def _order_ready(self, request: int, groups: list[int], attached: list[bytes]) -> None:
-        runtime = self.runtime
-        shards = [(number, device) for number in groups for device in self._group(number)]
-
-        left = len(shards)
-
-        def arrived(_: Any, error: Status | None) -> None:
-            nonlocal left
-            if left <= 0:
-                return
-            left = 0 if error is not None else left - 1
-            if error is not None:
-                self._reply_error(request, error, runtime)
-            elif left == 0:
-                self.send(["reply", request])
-
-        for number, device in shards:
-            self._read(number, device, arrived)
-
-
-def _deliver(value: int | Status | None, deliver: Callable[[Any, Status | None], None]) -> None:
-    assert value is not None
-    if isinstance(value, Status):
-        deliver(None, value)
-    else:
-        deliver(value, None)
-
-
-def _resolver(promise: Promise) -> Callable[[Any, Status | None], None]:
-    return lambda value, error: promise.resolve(value if error is None else error)
 
 
 def _fail(arrived: "asyncio.Future[bool]") -> None:

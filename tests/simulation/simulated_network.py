@@ -27,6 +27,8 @@ class World:
         self.random = random_source
         self.loop = asyncio.get_running_loop()
         self.log: list[str] = []
+        self.over = False
+        """the history has ended; what is still cleared away is no part of it"""
         self.failure: asyncio.Future[None] = self.loop.create_future()
         self.unreachable: set[frozenset[str]] = set()
         """pairs of machines whose worker-to-worker connections are cut"""
@@ -46,7 +48,8 @@ class World:
 
     def say(self, text: str) -> None:
         """Keep a line for whoever reads a failing history."""
-        self.log.append(f"{self.now:9.4f}  {text}")
+        if not self.over:
+            self.log.append(f"{self.now:9.4f}  {text}")
 
     def violation(self, text: str) -> None:
         """Something happened that must not: the history ends."""

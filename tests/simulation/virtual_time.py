@@ -47,5 +47,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         for task in left:
             task.cancel()
         with contextlib.suppress(NothingLeftToHappen):
-            loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            # Each gets the chance to clear away.
+            if left:
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.close()

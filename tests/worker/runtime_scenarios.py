@@ -1,0 +1,494 @@
+"""What `test_device_runtime` does in processes of its own, with real XLA clients for the CPU.
+
+Every function takes ``link``, by which it may talk to the test, as its last argument; what it returns goes to the test.
+"""
+
+import gc
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax._src.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxlib import xla_client
+from jaxlib.mlir.dialects import stablehlo
+
+from ridgeway.protocol import dtypes
+from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Code, Status, StatusError
+from ridgeway.worker import compilation, device_runtime
+from ridgeway.worker.buffers import BufferStore, HostShard, PromiseTable, result_group, shard_group
+from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
+from ridgeway.worker.program_source import ProgramSource
+
+HOST = "127.0.0.1"
+ENTER_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
+CAUSE = statuses.data_loss("slice 1 host 0 (executor 7) was lost: it was killed")
+
+Compiled = tuple[dict[str, Any], bytes, bytes, int]
+"""Metadata, serialized executable, options, number of devices."""
+
+
+# ---- programs
+
+
+def _artifact(lowered: Any) -> bytes:
+    """A program as a client sends it."""
+    module = lowered.compiler_ir("stablehlo")
+    return stablehlo.serialize_portable_artifact(module, stablehlo.get_current_version(), allow_other_dialects=True)
+
+
+def _options(devices: int) -> bytes:
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = 1, devices
+    build = options.executable_build_options
+    build.num_replicas, build.num_partitions = 1, devices
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = True
+    return options.SerializeAsString()
+
+
+def _compile(lowered: Any, devices: int) -> Compiled:
+    options = _options(devices)
+    metadata, serialized = compilation.compile_program(_artifact(lowered), options, 1, devices)
+    return metadata, serialized, options, devices
+
+
+def compile_all(link: Any) -> dict[str, Compiled]:
+    """The programs of all scenarios, compiled as a compiler process does it."""
+    jax.config.update("jax_num_cpu_devices", 4)
+
+    def affine(x: Any, y: Any) -> Any:
+        return x @ y + 1.0, jnp.sum(x)
+
+    shape = jax.ShapeDtypeStruct
+    programs = {
+        "affine": _compile(jax.jit(affine).lower(shape((2, 3), np.float32), shape((3, 2), np.float32)), 1),
+        "donating": _compile(jax.jit(lambda x: x * 3, donate_argnums=0).lower(shape((4,), np.float32)), 1),
+        "solving": _compile(jax.jit(jnp.linalg.inv).lower(shape((3, 3), np.float32)), 1),
+    }
+    for devices in (2, 3, 4):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
+        split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+        double = jax.jit(lambda x: (x * 2, jnp.sum(x)), in_shardings=split, out_shardings=(split, whole))
+        lowered = double.lower(shape((devices * 2,), np.float32))
+        programs[f"summing {devices}"] = _compile(lowered, devices)
+    return programs
+
+
+def _source(name: str, compiled: Compiled, devices: tuple[int, ...]) -> ProgramSource:
+    metadata, serialized, options, _ = compiled
+
+    def arrays(pairs: list[Any]) -> tuple[Any, ...]:
+        return tuple((tuple(shape), dtypes.dtype_of_kind(kind)) for shape, kind in pairs)
+
+    kinds = tuple(None for _ in metadata["outputs"])
+    return ProgramSource(
+        f"{name}@{devices}", metadata["name"], options, (devices,), arrays(metadata["inputs"]),
+        arrays(metadata["outputs"]), kinds, serialized,
+    )  # fmt: skip
+
+
+def describe_programs(programs: dict[str, Compiled], link: Any) -> dict[str, Any]:
+    """Everything that metadata says of two of them, and the text of one."""
+    metadata, serialized, options, devices = programs["summing 2"]
+    return {
+        "single": programs["affine"][0], "donated": programs["donating"][0]["donated"], "pair": metadata,
+        "text": compilation.program_text(serialized, options, 1, devices),
+    }  # fmt: skip
+
+
+def compile_nonsense(link: Any) -> list[tuple[int, str]]:
+    """What the compiler says of programs that are none."""
+    found = []
+    for artifact in (b"", b"not a program", b"ML\xefR\x01nonsense"):
+        try:
+            compilation.compile_program(artifact, _options(1), 1, 1)
+        except StatusError as error:
+            found.append((int(error.status.code), error.status.message))
+    return found
+
+
+def signature_of_untyped(link: Any) -> int:
+    """A module without a function ``main``."""
+    with mlir.make_ir_context() as context, mlir.ir.Location.unknown(context):
+        module = mlir.ir.Module.parse("module @m { func.func @f() { return } }")
+        version = stablehlo.get_current_version()
+        artifact = stablehlo.serialize_portable_artifact(module, version, allow_other_dialects=True)
+    try:
+        compilation.compile_program(artifact, _options(1), 1, 1)
+    except StatusError as error:
+        return int(error.status.code)
+    return 0
+
+
+# ---- buffers
+
+
+def put_and_copy(link: Any) -> list[str]:
+    """Buffers of many types on two devices, in every memory, moved about."""
+    runtime = device_runtime.runtime_alone(10, 2)
+    assert runtime.local == {10, 11}
+    assert runtime.has_devices((11, 10))
+    assert not runtime.has_devices((11, 12))
+    samples = [
+        np.arange(6, dtype=np.float32).reshape(2, 3), np.float64(2.5).reshape(()), np.zeros((0, 3), np.int32),
+        np.array([True, False]), np.array([1 + 2j], np.complex64), np.array([1, -2], np.int8),
+        np.array([1.5, -0.25], ml_dtypes.bfloat16), np.array([1, -2, 3], ml_dtypes.int4), np.array([2**63], np.uint64),
+        np.asfortranarray(np.arange(12, dtype=np.int16).reshape(3, 4)),
+    ]  # fmt: skip
+    seen: list[str] = []
+    for data in samples:
+        for kind in (None, "device", "pinned_host", "unpinned_host"):
+            shard = runtime.put(data, 11, kind)
+            assert device_runtime.memory_kind_of(shard) == (kind or "device")
+            other = runtime.copy(shard, 10, kind)
+            same = runtime.copy(shard, 11, "device")
+            shard.delete()
+            assert device_runtime.is_deleted(shard)
+            for moved in (other, same):
+                assert not device_runtime.is_deleted(moved)
+                back = np.asarray(moved)
+                assert back.dtype == data.dtype
+                assert back.shape == data.shape
+                assert back.tobytes() == np.ascontiguousarray(data).tobytes()
+        seen.append(str(data.dtype))
+    return seen
+
+
+def put_copies(link: Any) -> list[float]:
+    """What is put belongs to the runtime: the caller may reuse its memory."""
+    runtime = device_runtime.runtime_alone(0, 1)
+    data = np.zeros(1 << 18, np.float32)
+    shards = []
+    for number in range(8):
+        data[:] = number
+        shards.append(runtime.put(data, 0))
+    data[:] = -1
+    return [float(np.asarray(shard).max()) for shard in shards]
+
+
+def memory_stats(link: Any) -> list[int]:
+    """Devices that the client says something of."""
+    runtime = device_runtime.runtime_alone(4, 2)
+    stats = runtime.memory_stats()
+    assert all(isinstance(value, dict) for value in stats.values())
+    return sorted(stats)
+
+
+# ---- programs
+
+
+def execute_on_one_device(programs: dict[str, Compiled], link: Any) -> None:
+    """A program on each device of a runtime, also of another one than it was compiled for."""
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    y = np.ones((3, 2), np.float32)
+    for first in (0, 6):
+        runtime = device_runtime.runtime_alone(first, 2)
+        for device in sorted(runtime.local):
+            loaded = runtime.load(_source("affine", programs["affine"], (device,)))
+            assert runtime.load(loaded.source) is loaded
+            assert loaded.local == (device,)
+            arguments = [loaded.assemble(i, [runtime.put(data, device)]) for i, data in enumerate((x, y))]
+            token, (product, total) = loaded.execute(arguments)
+            token.block_until_ready()
+            np.testing.assert_array_equal(np.asarray(product), x @ y + 1)
+            assert np.asarray(total) == x.sum()
+            assert device_runtime.memory_kind_of(device_runtime.shards_of(product)[0]) == "device"
+
+
+def execute_lapack(programs: dict[str, Compiled], link: Any) -> None:
+    """A program that calls LAPACK, in a process that never lowered one."""
+    runtime = device_runtime.runtime_alone(0, 1)
+    loaded = runtime.load(_source("solving", programs["solving"], (0,)))
+    matrix = np.array([[2, 0, 0], [0, 4, 0], [0, 0, 8]], np.float32)
+    token, (inverse,) = loaded.execute([loaded.assemble(0, [runtime.put(matrix, 0)])])
+    token.block_until_ready()
+    np.testing.assert_allclose(np.asarray(inverse), np.linalg.inv(matrix))
+
+
+def execute_on_two_devices(programs: dict[str, Compiled], link: Any) -> None:
+    """A collective between two devices of one process."""
+    runtime = device_runtime.runtime_alone(0, 2)
+    for devices in ((0, 1), (1, 0)):
+        loaded = runtime.load(_source("summing 2", programs["summing 2"], devices))
+        assert loaded.local == devices
+        parts = [np.array([1, 2], np.float32), np.array([3, 4], np.float32)]
+        shards = [runtime.put(part, device) for part, device in zip(parts, devices, strict=True)]
+        token, (doubled, total) = loaded.execute([loaded.assemble(0, shards)])
+        token.block_until_ready()
+        assert [np.asarray(shard).tolist() for shard in device_runtime.shards_of(doubled)] == [[2, 4], [6, 8]]
+        assert [float(np.asarray(shard)) for shard in device_runtime.shards_of(total)] == [10, 10]
+
+
+def donate(programs: dict[str, Compiled], link: Any) -> None:
+    """A donated argument is gone; using it again is an error, of the argument."""
+    runtime = device_runtime.runtime_alone(0, 1)
+    loaded = runtime.load(_source("donating", programs["donating"], (0,)))
+    argument = runtime.put(np.arange(4, dtype=np.float32), 0)
+    token, (tripled,) = loaded.execute([loaded.assemble(0, [argument])])
+    token.block_until_ready()
+    assert device_runtime.is_deleted(argument)
+    assert np.asarray(tripled).tolist() == [0, 3, 6, 9]
+    try:
+        loaded.execute([argument])
+    except Exception as error:
+        status = statuses.classify_runtime_error(str(error))
+        assert status.code is Code.INVALID_ARGUMENT, status
+    else:
+        raise AssertionError("a donated buffer was used again")
+    # What is to be kept is copied first.
+    kept = runtime.put(np.arange(4, dtype=np.float32), 0)
+    loaded.execute([runtime.copy(kept, 0)])
+    assert not device_runtime.is_deleted(kept)
+    assert np.asarray(kept).tolist() == [0, 1, 2, 3]
+
+
+# ---- stores
+
+
+def _describe(error: BaseException) -> Status:
+    return error.status if isinstance(error, StatusError) else statuses.internal(str(error))
+
+
+def drain_and_go_on(programs: dict[str, Compiled], link: Any) -> None:
+    """Everything that lies on one runtime goes on living on the next."""
+    store = BufferStore(1.0)
+    promises = PromiseTable()
+    old = device_runtime.runtime_alone(0, 2)
+    halves = {0: HostShard(np.array([1, 2], np.float32), None), 1: HostShard(np.array([3, 4], np.float32), None)}
+    store.set(1, shard_group(dict(halves)))
+    source = _source("summing 2", programs["summing 2"], (0, 1))
+    loaded = old.load(source)
+    _, outputs = loaded.execute([store.argument(1, 0, loaded, old)])
+    store.set(2, result_group(outputs[0], loaded.local, old))
+    store.set(3, result_group(outputs[1], loaded.local, old))
+    store.set(4, shard_group({0: old.put(np.array([7.0], np.float32), 0, "pinned_host")}, old))
+    store.set(5, shard_group({0: old.put(np.arange(4, dtype=np.float32), 0)}, old))
+    donating = old.load(_source("donating", programs["donating"], (0,)))
+    donating.execute([store.argument(5, 0, donating, old)])
+    store.poison(6, (0, 1), CAUSE)
+    assert store.drain(old, _describe, lambda: False) == (0, 0)
+    old.close()
+
+    new = device_runtime.runtime_alone(0, 2)
+    loaded = new.load(source)
+    # A result is an argument again; so is what was put before.
+    token, (doubled, total) = loaded.execute([store.argument(2, 0, loaded, new)])
+    token.block_until_ready()
+    assert [np.asarray(shard).tolist() for shard in device_runtime.shards_of(doubled)] == [[4, 8], [12, 16]]
+    assert [float(np.asarray(shard)) for shard in device_runtime.shards_of(total)] == [20, 20]
+    assert float(np.asarray(store.shard(3, 1, new))) == 10
+    assert np.asarray(store.shard(1, 0, new)).tolist() == [1, 2]
+    pinned = store.shard(4, 0, new)
+    assert device_runtime.memory_kind_of(pinned) == "pinned_host"
+    assert np.asarray(pinned).tolist() == [7]
+    for number, code in ((5, Code.INVALID_ARGUMENT), (6, CAUSE.code)):
+        try:
+            store.shard(number, 0, new)
+        except StatusError as error:
+            assert error.status.code is code, error
+        else:
+            raise AssertionError(f"group {number} could be read")
+    store.free([1, 2, 3, 4, 5, 6])
+    assert store.size == 0
+    assert promises.claim(1, None) is not None
+
+
+def poisoned_arguments(programs: dict[str, Compiled], link: Any) -> None:
+    """A program with a poisoned argument is refused with the argument's own error, and nothing else is disturbed."""
+    runtime = device_runtime.runtime_alone(0, 2)
+    store = BufferStore(0.05)
+    promises = PromiseTable()
+    loaded = runtime.load(_source("summing 2", programs["summing 2"], (0, 1)))
+    store.poison(1, (0, 1), CAUSE)
+    half = HostShard(np.array([1, 2], np.float32), None)
+    store.set(2, shard_group({0: half, 1: CAUSE}))
+    for number in (1, 2):
+        for _ in range(2):
+            try:
+                store.argument(number, 0, loaded, runtime)
+            except StatusError as error:
+                assert error.status == CAUSE
+            else:
+                raise AssertionError("a poisoned argument was taken")
+    assert np.asarray(store.shard(2, 0, runtime)).tolist() == [1, 2]
+    try:
+        store.group(99)
+    except StatusError as error:
+        assert error.status.code is Code.INTERNAL
+    else:
+        raise AssertionError("a group that is not there was found")
+    assert promises.claim(5, 7).resolved is False
+
+
+# ---- generations
+
+
+class _Member:
+    """A runtime in a generation, and what it computes."""
+
+    def __init__(self, programs: dict[str, Compiled], generation: int, rank: int, first_devices: list[int], per_host: int):
+        self.entering = EnteringGeneration(generation, rank, first_devices, per_host, ENTER_SECONDS)
+        self.devices = tuple(first + k for first in first_devices for k in range(per_host))
+        self.mine = tuple(first_devices[rank] + k for k in range(per_host))
+        self.program = programs[f"summing {len(self.devices)}"]
+        self.runtime: Runtime | None = None
+
+    def enter(self, service: str) -> Runtime:
+        self.runtime = self.entering.run(service, HOST)
+        assert self.runtime.local == set(self.mine)
+        assert self.runtime.has_devices(self.devices)
+        return self.runtime
+
+    def start(self) -> tuple[Any, list[Any]]:
+        """Start the sum of all devices' numbers; each has its own device id twice."""
+        runtime = self.runtime
+        assert runtime is not None
+        loaded = runtime.load(_source("summing", self.program, self.devices))
+        assert loaded.local == self.mine
+        shards = [runtime.put(np.array([device, device], np.float32), device) for device in self.mine]
+        return loaded.execute([loaded.assemble(0, shards)])
+
+    def check(self) -> None:
+        """The sum is right."""
+        token, (doubled, total) = self.start()
+        token.block_until_ready()
+        assert [np.asarray(s).tolist() for s in device_runtime.shards_of(doubled)] == [[2 * d, 2 * d] for d in self.mine]
+        assert {float(np.asarray(s)) for s in device_runtime.shards_of(total)} == {2.0 * sum(self.devices)}
+
+
+def live_through_generations(
+    programs: dict[str, Compiled], rank: int, first_devices: list[int], per_host: int, link: Any
+) -> int:
+    """Enter each generation whose service comes over the link, compute there, and leave; then count what is left."""
+    sockets: list[int] = []
+    generation = 0
+    while (service := link.recv()) is not None:
+        generation += 1
+        member = _Member(programs, generation, rank, first_devices, per_host)
+        runtime = member.enter(service)
+        member.check()
+        member.check()
+        link.send(("value", "computed"))
+        assert link.recv() == "leave"
+        runtime.close()
+        del member, runtime
+        gc.collect()
+        link.send(("value", "left"))
+        sockets.append(len(device_runtime.open_sockets()))
+    return max(sockets) - min(sockets)
+
+
+def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, Any]:
+    """Be one of three; the last is killed while the others wait for it in a collective."""
+    first = _Member(programs, 1, rank, [0, 1, 2], 1)
+    runtime = first.enter(link.recv())
+    first.check()  # the communicators are made
+    link.send(("value", "ready"))
+    assert link.recv() == "go"
+    if rank == 2:
+        # Never takes part in the next one.
+        link.send(("value", "waiting"))
+        threading.Event().wait(PATIENCE_SECONDS)
+    store = BufferStore(1.0)
+    store.set(1, shard_group({rank: runtime.put(np.array([rank], np.float32), rank)}, runtime))
+    token, (doubled, _) = first.start()
+    store.set(2, result_group(doubled, first.mine, runtime))
+    link.send(("value", "started"))
+    assert link.recv() == "abort"
+    spared = _spared_pair()
+    ticks: list[float] = []
+    runtime.abort(CAUSE, lambda: ticks.append(time.monotonic()))
+    assert runtime.aborted == CAUSE
+    released, text = _wait(token.block_until_ready)
+    given_up = time.monotonic() + PATIENCE_SECONDS
+    lost, stuck = store.drain(runtime, lambda error: CAUSE, lambda: time.monotonic() > given_up)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not ticks and time.monotonic() < deadline:
+        time.sleep(0.01)
+    spared()
+    runtime.close()
+    kept = isinstance(store.group(1).shards[rank], HostShard)  # type: ignore[index]
+    poisoned = store.group(2).shards[rank]  # type: ignore[index]
+    del runtime, first, token, doubled
+    gc.collect()
+    link.send(("value", "left"))
+    # The survivors go on, with what they have kept.
+    second = _Member(programs, 2, rank, [0, 1], 1)
+    again = second.enter(link.recv())
+    second.check()
+    held = float(np.asarray(store.shard(1, rank, again))[0])
+    again.close()
+    return {
+        "released": released, "collective": statuses.is_collective_failure(text), "text": text, "lost": lost, "stuck": stuck,
+        "kept": kept, "poisoned": poisoned == CAUSE, "ticked": bool(ticks), "held": held,
+    }  # fmt: skip
+
+
+def _wait(block: Callable[[], Any]) -> tuple[bool, str]:
+    """Whether something that blocks came to an end, and its error."""
+    texts: list[str] = []
+
+    def run() -> None:
+        try:
+            block()
+            texts.append("")
+        except Exception as error:
+            texts.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    return not thread.is_alive(), texts[0] if texts else ""
+
+
+def _spared_pair() -> Callable[[], None]:
+    """A connection of our own that is made while a generation stands; the result checks that it still carries."""
+    with socket.create_server((HOST, 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    for end in (one, other):
+        device_runtime.spare_socket_from_abort(end)
+
+    def check() -> None:
+        one.sendall(b"still here")
+        other.settimeout(PATIENCE_SECONDS)
+        assert other.recv(100) == b"still here"
+        for end in (one, other):
+            device_runtime.forget_socket(end)
+            end.close()
+
+    return check
+
+
+def enter_in_vain(programs: dict[str, Compiled], link: Any) -> tuple[bool, str]:
+    """Enter a generation whose other member never comes; the abort ends that."""
+    member = _Member(programs, 1, 0, [0, 1], 1)
+    service = link.recv()
+    threading.Timer(0.5, member.entering.abort, (CAUSE,)).start()
+    return _wait(lambda: member.enter(service))
+
+
+def enter_after_the_abort(programs: dict[str, Compiled], link: Any) -> tuple[bool, str]:
+    """The abort comes before the entering has begun."""
+    member = _Member(programs, 1, 0, [0, 1], 1)
+    member.entering.abort(CAUSE)
+    service = link.recv()
+    return _wait(lambda: member.enter(service))
+
+
+def enter_at_a_dead_address(link: Any) -> tuple[bool, str]:
+    """Nobody serves there."""
+    with socket.create_server((HOST, 0)) as server:
+        port = server.getsockname()[1]
+    entering = EnteringGeneration(1, 0, [0, 1], 1, 1.0)
+    return _wait(lambda: entering.run(f"{HOST}:{port}", HOST))
