@@ -212,7 +212,10 @@ class Demonstration:
         await training.until(
             "two committed checkpoints", lambda: len(committed()) >= CHECKPOINTS_BEFORE_KILL, TRAINING_SECONDS
         )
-        delay = self._random.randint(STEPS_AROUND_CHECKPOINT, plan.checkpoint_period - STEPS_AROUND_CHECKPOINT)
+        # The log runs a step or two behind what has been dispatched, so the second half of a period is too close to
+        # the next checkpoint: it could be committed before the kill, and the counter would have nothing to go back to.
+        latest = max(STEPS_AROUND_CHECKPOINT, plan.checkpoint_period // 2)
+        delay = self._random.randint(STEPS_AROUND_CHECKPOINT, latest)
         await training.until(
             f"the {delay}th step after a checkpoint",
             lambda: training.steps[-1].step % plan.checkpoint_period == delay,

@@ -302,6 +302,9 @@ class EnteringGeneration:
           Exception: whatever jaxlib raises when a peer is missing or `abort` was called.
         """
         before = set(open_sockets())
+        host, _, port = service_address.rpartition(":")
+        # jaxlib's client ends the process when it cannot register with the service.
+        socket.create_connection((host, int(port)), self._timeout_seconds).close()
         distributed = _jax.get_distributed_runtime_client(
             service_address,
             0,
@@ -331,7 +334,7 @@ class EnteringGeneration:
         numbers = [first + k for first in self._first_devices for k in range(self._devices_per_host)]
         runtime = Runtime(self.generation, client, dict(zip(numbers, ordered, strict=True)), distributed)
         runtime._sockets_before = before
-        runtime._service_port = int(service_address.rpartition(":")[2])
+        runtime._service_port = int(port)
         return runtime
 
 

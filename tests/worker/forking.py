@@ -122,7 +122,7 @@ def rendezvous(address: str = "127.0.0.1") -> Iterator["Services"]:
     """The real process that holds key-value services."""
     source = str(Path(ridgeway.__file__).parents[1])
     process = subprocess.Popen(
-        [sys.executable, "-m", "ridgeway.cluster.rendezvous", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "ridgeway.cluster.rendezvous", address, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         text=True, env={**os.environ, "PYTHONPATH": source},
     )  # fmt: skip
     try:

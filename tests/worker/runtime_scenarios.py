@@ -269,8 +269,8 @@ def drain_and_go_on(programs: dict[str, Compiled], link: Any) -> None:
     source = _source("summing 2", programs["summing 2"], (0, 1))
     loaded = old.load(source)
     _, outputs = loaded.execute([store.argument(1, 0, loaded, old)])
-    store.set(2, result_group(outputs[0], loaded.local, old))
-    store.set(3, result_group(outputs[1], loaded.local, old))
+    store.set(2, result_group(outputs[0], loaded.local, old, False))
+    store.set(3, result_group(outputs[1], loaded.local, old, False))
     store.set(4, shard_group({0: old.put(np.array([7.0], np.float32), 0, "pinned_host")}, old))
     store.set(5, shard_group({0: old.put(np.arange(4, dtype=np.float32), 0)}, old))
     donating = old.load(_source("donating", programs["donating"], (0,)))
@@ -336,7 +336,9 @@ def poisoned_arguments(programs: dict[str, Compiled], link: Any) -> None:
 class _Member:
     """A runtime in a generation, and what it computes."""
 
-    def __init__(self, programs: dict[str, Compiled], generation: int, rank: int, first_devices: list[int], per_host: int):
+    def __init__(
+        self, programs: dict[str, Compiled], generation: int, rank: int, first_devices: list[int], per_host: int
+    ):
         self.entering = EnteringGeneration(generation, rank, first_devices, per_host, ENTER_SECONDS)
         self.devices = tuple(first + k for first in first_devices for k in range(per_host))
         self.mine = tuple(first_devices[rank] + k for k in range(per_host))
@@ -362,7 +364,8 @@ class _Member:
         """The sum is right."""
         token, (doubled, total) = self.start()
         token.block_until_ready()
-        assert [np.asarray(s).tolist() for s in device_runtime.shards_of(doubled)] == [[2 * d, 2 * d] for d in self.mine]
+        parts = [np.asarray(shard).tolist() for shard in device_runtime.shards_of(doubled)]
+        assert parts == [[2 * device, 2 * device] for device in self.mine]
         assert {float(np.asarray(s)) for s in device_runtime.shards_of(total)} == {2.0 * sum(self.devices)}
 
 
@@ -402,7 +405,7 @@ def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, An
     store = BufferStore(1.0)
     store.set(1, shard_group({rank: runtime.put(np.array([rank], np.float32), rank)}, runtime))
     token, (doubled, _) = first.start()
-    store.set(2, result_group(doubled, first.mine, runtime))
+    store.set(2, result_group(doubled, first.mine, runtime, True))
     link.send(("value", "started"))
     assert link.recv() == "abort"
     spared = _spared_pair()
@@ -429,8 +432,8 @@ def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, An
     held = float(np.asarray(store.shard(1, rank, again))[0])
     again.close()
     return {
-        "released": released, "collective": statuses.is_collective_failure(text), "text": text, "lost": lost, "stuck": stuck,
-        "kept": kept, "poisoned": poisoned == CAUSE, "ticked": bool(ticks), "held": held,
+        "released": released, "collective": statuses.is_collective_failure(text), "text": text, "lost": lost,
+        "stuck": stuck, "kept": kept, "poisoned": poisoned == CAUSE, "ticked": bool(ticks), "held": held,
     }  # fmt: skip
 
 
