@@ -56,10 +56,16 @@ def until(
     return value
 
 
-def dying_with_this_process() -> Callable[[], object]:
-    """For a child to call first: should the tests themselves be killed, it and all that it supervises ends."""
+def child_set_up() -> Callable[[], None]:
+    """What a child does first. Should the tests be killed, it ends, and with it all that it supervises; it hears
+    Ctrl-C also where the tests run in the background, where shells have it ignored."""
     parent = os.getpid()
-    return lambda: die_with_parent(parent)
+
+    def set_up() -> None:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return set_up
 
 
 class Running:
@@ -172,7 +178,7 @@ class Place:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=dying_with_this_process(),
+            preexec_fn=child_set_up(),
         )
         return Running(process)
 
@@ -421,7 +427,7 @@ class Controller:
             stderr=self._errors,
             text=True,
             start_new_session=True,
-            preexec_fn=dying_with_this_process(),
+            preexec_fn=child_set_up(),
         )
         self._lines: list[dict[str, Any]] = []
         self._heard = 0

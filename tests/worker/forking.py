@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -60,6 +61,13 @@ class Scenario:
         if kind == "failed":
             raise ScenarioFailed(f"{self.name} failed:\n{value}")
         return value
+
+    def signal(self, number: int) -> None:
+        """Send a signal; a killed process is gone afterwards."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.join(PATIENCE_SECONDS)
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -122,9 +130,12 @@ def rendezvous(address: str = "127.0.0.1") -> Iterator["Services"]:
     """The real process that holds key-value services."""
     source = str(Path(ridgeway.__file__).parents[1])
     process = subprocess.Popen(
-        [sys.executable, "-m", "ridgeway.cluster.rendezvous", address, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": source},
-    )  # fmt: skip
+        [sys.executable, "-m", "ridgeway.cluster.rendezvous", address, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": source},
+    )
     try:
         services = Services(process, address)
         yield services

@@ -64,7 +64,7 @@ def _compile(lowered: Any, devices: int) -> Compiled:
 
 def compile_all(link: Any) -> dict[str, Compiled]:
     """The programs of all scenarios, compiled as a compiler process does it."""
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 6)
 
     def affine(x: Any, y: Any) -> Any:
         return x @ y + 1.0, jnp.sum(x)
@@ -75,7 +75,7 @@ def compile_all(link: Any) -> dict[str, Compiled]:
         "donating": _compile(jax.jit(lambda x: x * 3, donate_argnums=0).lower(shape((4,), np.float32)), 1),
         "solving": _compile(jax.jit(jnp.linalg.inv).lower(shape((3, 3), np.float32)), 1),
     }
-    for devices in (2, 3, 4):
+    for devices in (2, 4, 6):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
         split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
         double = jax.jit(lambda x: (x * 2, jnp.sum(x)), in_shardings=split, out_shardings=(split, whole))
@@ -276,7 +276,7 @@ def drain_and_go_on(programs: dict[str, Compiled], link: Any) -> None:
     donating = old.load(_source("donating", programs["donating"], (0,)))
     donating.execute([store.argument(5, 0, donating, old)])
     store.poison(6, (0, 1), CAUSE)
-    assert store.drain(old, _describe, lambda: False) == (0, 0)
+    assert store.drain(old, _describe, lambda spans: False) == (0, 0)
     old.close()
 
     new = device_runtime.runtime_alone(0, 2)
@@ -392,8 +392,9 @@ def live_through_generations(
 
 
 def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, Any]:
-    """Be one of three; the last is killed while the others wait for it in a collective."""
-    first = _Member(programs, 1, rank, [0, 1, 2], 1)
+    """Be one of three; the last is killed, or stopped, while the others wait for it in a collective."""
+    first = _Member(programs, 1, rank, [0, 2, 4], 2)
+    device = first.mine[0]
     runtime = first.enter(link.recv())
     first.check()  # the communicators are made
     link.send(("value", "ready"))
@@ -401,57 +402,79 @@ def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, An
     if rank == 2:
         # Never takes part in the next one.
         link.send(("value", "waiting"))
-        threading.Event().wait(PATIENCE_SECONDS)
+        threading.Event().wait()
     store = BufferStore(1.0)
-    store.set(1, shard_group({rank: runtime.put(np.array([rank], np.float32), rank)}, runtime))
-    token, (doubled, _) = first.start()
-    store.set(2, result_group(doubled, first.mine, runtime, True))
+    store.set(1, shard_group({device: runtime.put(np.array([rank], np.float32), device)}, runtime))
+    # XLA runs small programs in the thread that starts them.
+    execution = _Beside(first.start)
     link.send(("value", "started"))
     assert link.recv() == "abort"
+    was_blocked = not execution.over or (execution.result is not None and not execution.result[1][0].is_ready())
     spared = _spared_pair()
-    ticks: list[float] = []
-    runtime.abort(CAUSE, lambda: ticks.append(time.monotonic()))
+    ticked = threading.Event()
+    runtime.abort(CAUSE, ticked.set)
     assert runtime.aborted == CAUSE
-    released, text = _wait(token.block_until_ready)
+    execution.join()
+    texts = [str(execution.error)] if execution.error is not None else []
+    if execution.result is not None:
+        token, (doubled, _) = execution.result
+        store.set(2, result_group(doubled, first.mine, runtime, True))
+        waiting = _Beside(token.block_until_ready)
+        waiting.join()
+        texts.append(str(waiting.error))
+        del token, doubled
     given_up = time.monotonic() + PATIENCE_SECONDS
-    lost, stuck = store.drain(runtime, lambda error: CAUSE, lambda: time.monotonic() > given_up)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not ticks and time.monotonic() < deadline:
-        time.sleep(0.01)
+    lost, stuck = store.drain(runtime, lambda error: CAUSE, lambda spans: time.monotonic() > given_up)
+    assert ticked.wait(PATIENCE_SECONDS)
     spared()
     runtime.close()
-    kept = isinstance(store.group(1).shards[rank], HostShard)  # type: ignore[index]
-    poisoned = store.group(2).shards[rank]  # type: ignore[index]
-    del runtime, first, token, doubled
+    kept = isinstance(_shards(store, 1)[device], HostShard)
+    poisoned = [shard == CAUSE for shard in _shards(store, 2).values()] if store.size == 2 else []
+    del runtime, first, execution
     gc.collect()
     link.send(("value", "left"))
     # The survivors go on, with what they have kept.
-    second = _Member(programs, 2, rank, [0, 1], 1)
+    second = _Member(programs, 2, rank, [0, 2], 2)
     again = second.enter(link.recv())
     second.check()
-    held = float(np.asarray(store.shard(1, rank, again))[0])
+    held = float(np.asarray(store.shard(1, device, again))[0])
     again.close()
     return {
-        "released": released, "collective": statuses.is_collective_failure(text), "text": text, "lost": lost,
-        "stuck": stuck, "kept": kept, "poisoned": poisoned == CAUSE, "ticked": bool(ticks), "held": held,
+        "was blocked": was_blocked, "texts": texts,
+        "collective": all(statuses.is_collective_failure(text) for text in texts), "lost": lost,
+        "stuck": stuck, "kept": kept, "held": held, "poisoned": poisoned,
     }  # fmt: skip
 
 
-def _wait(block: Callable[[], Any]) -> tuple[bool, str]:
-    """Whether something that blocks came to an end, and its error."""
-    texts: list[str] = []
+def _shards(store: BufferStore, number: int) -> dict[int, Any]:
+    shards = store.group(number).shards
+    assert shards is not None
+    return shards
 
-    def run() -> None:
+
+class _Beside:
+    """Something that may block, in a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any]):
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._function = function
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            block()
-            texts.append("")
+            self.result = self._function()
         except Exception as error:
-            texts.append(str(error))
+            self.error = error
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_SECONDS)
-    return not thread.is_alive(), texts[0] if texts else ""
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        self._thread.join(PATIENCE_SECONDS)
+        assert self.over, "it never came back"
 
 
 def _spared_pair() -> Callable[[], None]:
@@ -473,25 +496,31 @@ def _spared_pair() -> Callable[[], None]:
     return check
 
 
-def enter_in_vain(programs: dict[str, Compiled], link: Any) -> tuple[bool, str]:
+def _error_of(function: Callable[[], Any]) -> str:
+    beside = _Beside(function)
+    beside.join()
+    return "" if beside.error is None else f"{type(beside.error).__name__}: {beside.error}"
+
+
+def enter_in_vain(programs: dict[str, Compiled], link: Any) -> str:
     """Enter a generation whose other member never comes; the abort ends that."""
     member = _Member(programs, 1, 0, [0, 1], 1)
     service = link.recv()
     threading.Timer(0.5, member.entering.abort, (CAUSE,)).start()
-    return _wait(lambda: member.enter(service))
+    return _error_of(lambda: member.enter(service))
 
 
-def enter_after_the_abort(programs: dict[str, Compiled], link: Any) -> tuple[bool, str]:
+def enter_after_the_abort(programs: dict[str, Compiled], link: Any) -> str:
     """The abort comes before the entering has begun."""
     member = _Member(programs, 1, 0, [0, 1], 1)
     member.entering.abort(CAUSE)
     service = link.recv()
-    return _wait(lambda: member.enter(service))
+    return _error_of(lambda: member.enter(service))
 
 
-def enter_at_a_dead_address(link: Any) -> tuple[bool, str]:
+def enter_at_a_dead_address(link: Any) -> str:
     """Nobody serves there."""
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
     entering = EnteringGeneration(1, 0, [0, 1], 1, 1.0)
-    return _wait(lambda: entering.run(f"{HOST}:{port}", HOST))
+    return _error_of(lambda: entering.run(f"{HOST}:{port}", HOST))

@@ -3,6 +3,7 @@
 Each scenario (see `runtime_scenarios`) runs in a process of its own.
 """
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,7 +62,8 @@ def test_what_is_no_program_is_refused_as_the_clients_mistake(lab: Lab) -> None:
     found = lab.run("compile_nonsense")
     assert len(found) == 3
     assert {code for code, _ in found} == {3}
-    assert all("not a StableHLO artifact" in text for _, text in found)
+    assert "no function 'main'" in found[0][1]
+    assert all("not a StableHLO artifact" in text for _, text in found[1:])
     assert lab.run("signature_of_untyped") == 3
 
 
@@ -147,8 +149,9 @@ def test_two_processes_with_two_devices_each_compute_together(
     through_generations(lab, programs, services, [4, 8], 2, count=1)
 
 
-def test_survivors_of_a_killed_peer_are_released_by_the_abort_and_go_on(
-    lab: Lab, programs: dict[str, Any], services: forking.Services
+@pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_survivors_of_a_peer_are_released_by_the_abort_and_go_on(
+    lab: Lab, programs: dict[str, Any], services: forking.Services, fate: signal.Signals
 ) -> None:
     first = services.new()
     members = [lab.start("survive", programs, rank) for rank in range(3)]
@@ -158,7 +161,7 @@ def test_survivors_of_a_killed_peer_are_released_by_the_abort_and_go_on(
     for member in members:
         member.send("go")
     assert [member.receive() for member in members] == ["started", "started", "waiting"]
-    members[2].kill()
+    members[2].signal(fate)
     survivors = members[:2]
     for member in survivors:
         member.send("abort")
@@ -169,12 +172,13 @@ def test_survivors_of_a_killed_peer_are_released_by_the_abort_and_go_on(
         member.send(second)
     for rank, member in enumerate(survivors):
         found = member.receive()
-        assert found["released"], "the execution never came back"
-        assert found["collective"], found["text"]
+        if fate is signal.SIGSTOP:
+            assert found["was blocked"]
+        assert found["texts"], "the execution went through without its peer"
+        assert found["collective"], found["texts"]
         assert found["kept"], "what lay on the survivor was not kept"
-        assert found["poisoned"], "what was not computed is no error"
-        assert (found["lost"], found["stuck"]) == (1, 0)
-        assert found["ticked"]
+        assert all(found["poisoned"]), "what was not computed is no error"
+        assert (found["lost"], found["stuck"]) == (len(found["poisoned"]), 0)
         assert found["held"] == rank
     services.close(second)
 
@@ -186,16 +190,12 @@ def test_entering_without_the_other_members_is_ended_by_the_abort(
         service = services.new()
         member = lab.start(scenario, programs)
         member.send(service)
-        ended, text = member.receive()
-        assert ended, f"{scenario} hangs"
-        assert text, f"{scenario} succeeded"
+        assert member.receive(), f"{scenario} succeeded"
         services.close(service)
 
 
 def test_entering_where_nobody_serves_ends_with_an_error(lab: Lab) -> None:
-    ended, text = lab.run("enter_at_a_dead_address")
-    assert ended
-    assert text
+    assert "refused" in lab.run("enter_at_a_dead_address")
 
 
 # ---- the lab itself
