@@ -48,7 +48,7 @@ survivors: setup ## 50 kills at bad moments under overlapping device sets; write
 
 conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of them, of the installed version> (hours)
 	@test -n "$(JAX_TESTS)" || { echo "say where JAX's test files are: make conformance JAX_TESTS=<folder>" >&2; exit 2; }
-	$(PY) -m conformance.run --jax-tests $(JAX_TESTS) --topology 1x1x8 --topology 2x2x2 \
+	$(PY) -m conformance.run --jax-tests $(JAX_TESTS) --topology 1x1x8 --topology 1x4x2 --topology 2x2x2 \
 		--output docs/results/conformance.md $(CONFORMANCE_ARGS)
 
 lock: ## Make requirements/locked.txt anew from pyproject.toml

@@ -79,10 +79,11 @@ def _say(text: str) -> None:
 @click.option("--cases", type=click.IntRange(min=1), default=5, help="Generated cases of a parameterized test.")
 @click.option("--test-seconds", type=float, default=300.0, help="Deadline of one test.")
 @click.option("--file-seconds", type=float, default=3600.0, help="Deadline of one file.")
+@click.option("--about-tests", default="", help="A sentence for the table: what the tests are, if of another version.")
 @click.option("--select", default="", help="As pytest's -k.")
 def main(
     jax_tests: Path, files: str, topologies: tuple[str, ...], output: Path | None, records: Path | None, sample: int,
-    cases: int, test_seconds: float, file_seconds: float, select: str,
+    cases: int, test_seconds: float, file_seconds: float, about_tests: str, select: str,
 ) -> None:  # fmt: skip
     """Run JAX's own tests natively, with 8 CPU devices, and through Ridgeway."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the cluster goes down with this
@@ -98,7 +99,7 @@ def main(
             with cluster(topology) as made:
                 for path, result in zip(_told(paths, f"through {topology}"), results, strict=True):
                     result.through[topology] = _through(path, made, folder, limits)
-    text = render(results, list(topologies), _about(limits))
+    text = render(results, list(topologies), _about(limits, about_tests))
     if output is None:
         click.echo(text)
     else:
@@ -113,14 +114,16 @@ def _told(paths: list[Path], how: str):
         yield path
 
 
-def _about(limits: Limits) -> list[str]:
+def _about(limits: Limits, about_tests: str) -> list[str]:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     cut = f"at most {limits.sample} tests of each file" if limits.sample else "all tests of each file"
     python = ".".join(map(str, sys.version_info[:3]))
     return [
         f"Written by `make conformance`: {versions}, Python {python}, {os.cpu_count()} CPUs; {cut}, {limits.cases} "
         f"generated cases, {NATIVE_DEVICES} devices natively. A test counts if it passes natively. «Excused» are the "
-        "kinds of difference that `conformance/excuses.py` names; «other» are differences that ought not to be."
+        "kinds of difference that `conformance/excuses.py` names; «other» are differences that ought not to be. "
+        "A program that names the backend 'cpu' gets the controller's own CPU beside the cluster.",
+        *([] if not about_tests else ["", about_tests]),
     ]
 
 

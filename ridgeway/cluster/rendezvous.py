@@ -14,6 +14,9 @@ import contextlib
 import os
 import socket
 import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from ridgeway import processes
 
@@ -38,6 +41,7 @@ class Rendezvous:
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._filling = False
 
     async def start(self) -> None:
         """Start the child and make the first services.
@@ -72,7 +76,7 @@ class Rendezvous:
         Raises:
           RendezvousError: none could be had in time.
         """
-        self._background(self._fill())
+        self._background(self._fill)
         try:
             return await asyncio.wait_for(self._ready.get(), timeout_seconds)
         except TimeoutError:
@@ -80,7 +84,9 @@ class Rendezvous:
 
     def take_nowait(self) -> int | None:
         """The port of a service that is ready, or None."""
-        self._background(self._fill())
+        if self._process is not None and self._process.returncode is not None:
+            self._forget_services()
+        self._background(self._fill)
         try:
             return self._ready.get_nowait()
         except asyncio.QueueEmpty:
@@ -88,24 +94,33 @@ class Rendezvous:
 
     def close_service(self, port: int) -> None:
         """End a service that nobody is attached to any more."""
-        self._background(self._close(port))
+        self._background(self._close, port)
 
     async def _close(self, port: int) -> None:
         with contextlib.suppress(RendezvousError):
             await self._command(f"close {port}")
 
     async def _fill(self) -> None:
-        while self._ready.qsize() < self._spare:
-            answer = await self._command("new")
-            self._ready.put_nowait(int(answer.split()[1]))
+        if self._filling:
+            return  # many ask while there is none; each would make one
+        self._filling = True
+        try:
+            while self._ready.qsize() < self._spare:
+                answer = await self._command("new")
+                self._ready.put_nowait(int(answer.split()[1]))
+        finally:
+            self._filling = False
+
+    def _forget_services(self) -> None:
+        while not self._ready.empty():
+            self._ready.get_nowait()
 
     async def _command(self, text: str) -> str:
         async with self._lock:
             for attempt in range(2):
                 process = self._process
                 if process is None or process.returncode is not None:
-                    while not self._ready.empty():
-                        self._ready.get_nowait()
+                    self._forget_services()
                     await self._start_process()
                     process = self._process
                 assert process is not None and process.stdin is not None and process.stdout is not None
@@ -123,19 +138,23 @@ class Rendezvous:
                     break
         raise RendezvousError("the rendezvous process died twice")
 
-    def _background(self, work) -> None:
-        task = asyncio.get_running_loop().create_task(self._guard(work))
+    def _background(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: int) -> None:
+        task = asyncio.get_running_loop().create_task(self._guard(work, *arguments))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _guard(self, work) -> None:
+    async def _guard(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: int) -> None:
         try:
-            await work
+            await work(*arguments)
         except RendezvousError as error:
             print(f"ridgeway head: rendezvous: {error}", file=sys.stderr, flush=True)
 
     async def stop(self) -> None:
-        """End the child."""
+        """End the child. What was still to be told it is dropped: it would only be started anew for that."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -174,7 +193,9 @@ def main(address: str, parent: int) -> None:
         else:
             service = services.pop(int(words[1]), None)
             if service is not None:
-                service.shutdown()  # type: ignore[attr-defined]  # jaxlib ships no types for it
+                # Aside: with a stopped client still attached it takes five seconds, and others want new ones.
+                shutdown = service.shutdown  # type: ignore[attr-defined]  # jaxlib ships no types for it
+                threading.Thread(target=shutdown, daemon=True).start()
             print("closed", words[1], flush=True)
 
 

@@ -249,8 +249,10 @@ class Executor:
         generation = old.generation
         describe = functools.partial(self.describe, runtime=old)
         lost, stuck = self.store.drain(old, describe, self._gives_up(old))
+        # Also executions whose results nobody keeps: leaving in the middle of one would fail it for the others.
+        stays = stuck > 0 or self._still_waiting(waiters, old)
         self._completed_before += waiters.completed
-        if stuck or (old.aborted is not None and self._still_waiting(waiters, old)):
+        if stays:
             assert old.aborted is not None
             waiters.abandon(old.aborted)
             self._abandoned.append(old)
@@ -271,7 +273,7 @@ class Executor:
             os._exit(EXIT_BROKEN)
 
     def _still_waiting(self, waiters: Waiters, runtime: Runtime) -> bool:
-        """Whether what waits on an aborted runtime stays without an answer."""
+        """Wait for what executors compute together; whether it stays without an answer, the runtime being aborted."""
         gives_up = self._gives_up(runtime)
         while waiters.outstanding_together:
             if gives_up(True):

@@ -6,7 +6,7 @@
 from pathlib import Path
 
 import e2e_harness as harness
-from e2e_harness import Cluster
+from e2e_harness import Cluster, Controller, total
 
 from benchmarks import survivors
 
@@ -29,3 +29,36 @@ def test_results_are_the_reference_after_every_kill(cluster: Cluster, tmp_path: 
     assert any("was lost" in text for text in report.errors), report.errors
     survivors.write(report, tmp_path / "survivors")
     assert "**Everything as it must be**" in (tmp_path / "survivors.md").read_text()
+
+
+def test_a_growing_generation_disturbs_no_running_program(cluster: Cluster, controller: Controller) -> None:
+    controller.run("""
+import time
+# So small that XLA runs it in the thread that starts programs: whoever has it is late for what comes next.
+spin = jax.jit(lambda x, turns: jax.lax.fori_loop(0, turns, lambda turn, v: v * 0.5 + turn, x))
+result = float(mix(sharded(devices_of(0, 1, 2)), 3).sum())
+""")
+    since = cluster.now()
+    for lone in (2, 0, 1):
+        # A loss ends the generation of all; the next program makes one of two slices. The one after the next makes
+        # it grow while a program that nobody wants the result of is connecting on one slice, not begun on the other.
+        cluster.kill_executor(lone)
+        cluster.wait_event(since, "host_lost", slice=lone)
+        cluster.wait_whole()
+        since = cluster.now()
+        pair = [index for index in (0, 1, 2) if index != lone]
+        value = controller.run(f"""
+first, second = sharded(devices_of(*{pair})), sharded(devices_of(0, 1, 2))
+alone = jax.device_put(np.float32(0), devices_of({pair[0]})[0])
+jax.block_until_ready((first, second, alone))
+result = float(mix(sharded([devices_of(index)[0] for index in {pair}]), 3)[0, 0])
+busy = spin(alone, 3_000_000)
+mix(first, 3)
+time.sleep(0.3)  # the client tells the head later that nobody has the result any more
+assert not busy.is_ready()
+result = float(mix(second, 3).sum())
+""")
+        assert value == total(6)
+        assert [len(e["members"]) for e in cluster.events(since, "generation_started")] == [2, 3]
+        assert cluster.events(since, "generation_aborted") == []
+    assert controller.run("result = float(mix(second, 3).sum())") == total(6)

@@ -88,6 +88,7 @@ class Runtime:
         self.rank_of = {first + k: r for r, first in enumerate(first_devices) for k in range(per_host)}
         self.local = {device for device, owner in self.rank_of.items() if owner == rank}
         self.aborted: Status | None = None
+        self.aborted_at = 0.0
         self.queue: list[Execution] = []
         self.changed: asyncio.Future[None] | None = None
 

@@ -198,6 +198,17 @@ def test_entering_where_nobody_serves_ends_with_an_error(lab: Lab) -> None:
     assert "refused" in lab.run("enter_at_a_dead_address")
 
 
+# ---- promises and errors
+
+
+def test_promised_bytes_and_the_news_that_none_will_come_may_arrive_in_any_order(lab: Lab) -> None:
+    lab.run("promises_in_any_order")
+
+
+def test_an_error_is_described_by_its_first_cause(lab: Lab) -> None:
+    lab.run("errors_are_described")
+
+
 # ---- the lab itself
 
 
