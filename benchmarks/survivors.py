@@ -345,9 +345,16 @@ def _attribute(kill: Kill, until: float, errors: list[tuple[float, str]], events
     seen = [moment for moment, _ in errors if kill.time <= moment < until]
     kill.error_seconds = round(seen[0] - kill.time, 4) if seen else None
     losses = [event for event in events.since(kill.time, "host_lost") if event["monotonic"] < until]
-    slot = (kill.slice, kill.host)
-    own = next((event for event in losses if (event["slice"], event["host"]) == slot), None)
-    kill.also_lost = [f"slice {e['slice']} host {e['host']}: {e['cause']}" for e in losses if e is not own]
+    own = _losses_of(kill, losses)
+    kill.also_lost = [f"slice {e['slice']} host {e['host']}: {e['cause']}" for e in losses if e not in own]
+
+
+def _losses_of(kill: Kill, losses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The losses that a kill is by itself: of a worker, its executor's link may close before the agent's."""
+    here = [event for event in losses if (event["slice"], event["host"]) == (kill.slice, kill.host)]
+    if kill.target == "executor":
+        return here[:1]
+    return [event for event in here if event["incarnation"] == here[0]["incarnation"]]
 
 
 def _without_numbers(text: str) -> str:
@@ -394,9 +401,9 @@ def render(report: Report) -> str:
     ]
     if others:
         # What was behind it is the kill itself.
-        causes = Counter(cause.partition(": ")[2].partition(";")[0] for kill in kills for cause in kill.also_lost)
+        texts = [cause.partition(": ")[2].partition(";")[0] for kill in kills for cause in kill.also_lost]
         lines += ["", "| cause of another's loss | times |", "|---|---|"]
-        lines += [f"| {_without_numbers(cause)} | {count} |" for cause, count in causes.most_common()]
+        lines += [f"| {text} | {count} |" for text, count in Counter(map(_without_numbers, texts)).most_common()]
     for title, texts in (("Errors of another kind", report.foreign), ("Wrong results", report.wrong)):
         if texts:
             lines += ["", f"## {title}", "", *(f"- `{text}`" for text in texts)]

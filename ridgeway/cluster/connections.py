@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from ridgeway.transport.stream_link import LinkClosed, StreamLink
 ControlHandler = Callable[[StreamLink], Awaitable[None]]
 
 GENTLE_CLOSE_SECONDS = 2.0
+_NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError)
+"""What taking a message apart raises that does not have the fields it should."""
 
 
 class Connections:
@@ -71,6 +74,8 @@ class Connections:
                 await serve(link, hello)
         except (LinkClosed, FrameError, ConnectionError):
             pass
+        except _NONSENSE as error:
+            await self._refuse(link, f"a hello that makes no sense ({error!r})")
         finally:
             link.close()
 
@@ -138,6 +143,9 @@ class Connections:
                     manager.membership.agent_draining(number)
         except FrameError as error:
             description = f"its agent sent something that is not a message ({error})"
+        except _NONSENSE as error:
+            description = f"its agent sent a message that makes no sense ({error!r})"
+            traceback.print_exc()
         finally:
             heartbeats.cancel()
             manager.apply(manager.membership.agent_closed(manager.clock(), number, description))
@@ -181,6 +189,9 @@ class Connections:
                 self._on_executor_message(executor, message, buffers)
         except FrameError as error:
             description = f"its executor sent something that is not a message ({error})"
+        except _NONSENSE as error:
+            description = f"its executor sent a message that makes no sense ({error!r})"
+            traceback.print_exc()
         finally:
             manager.apply(manager.membership.executor_closed(manager.clock(), number, description))
             manager.executors.pop(number, None)

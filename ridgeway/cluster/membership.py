@@ -11,6 +11,20 @@ counter, so none is ever used twice and anything that names an old one is stale.
 import dataclasses
 import enum
 
+from ridgeway.cluster.membership_effects import (
+    ActivateExecutor,
+    AssignSlot,
+    CloseAgent,
+    CloseExecutor,
+    Effect,
+    Emit,
+    KillProcess,
+    LoseExecutor,
+    Loss,
+    Refuse,
+    StartProcess,
+    Welcome,
+)
 from ridgeway.cluster.topology import Topology
 
 
@@ -22,104 +36,6 @@ class HostState(enum.Enum):
     READY = "ready"
     SUSPECT = "suspect"
     DRAINING = "draining"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Loss:
-    """Why an executor and all that it held is gone: the first cause that every later error names."""
-
-    deadline: bool
-    """True: it fell silent or made no progress (DEADLINE_EXCEEDED); False: it is known to be gone (DATA_LOSS)."""
-    description: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Effect:
-    """Something for the shell to do."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Refuse(Effect):
-    """Answer a joining agent with a refusal; it prints the message and exits."""
-
-    agent: int
-    message: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Welcome(Effect):
-    """Accept an agent, at a slot or (None) as a standby."""
-
-    agent: int
-    slot: int | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AssignSlot(Effect):
-    """Give a standby agent its place."""
-
-    agent: int
-    slot: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StartProcess(Effect):
-    """Have an agent start an executor or a compiler."""
-
-    agent: int
-    role: str
-    number: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class KillProcess(Effect):
-    """Have an agent kill an executor or a compiler."""
-
-    agent: int
-    number: int
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ActivateExecutor(Effect):
-    """An executor now owns its slot's devices."""
-
-    executor: int
-    slot: int
-    incarnation: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoseExecutor(Effect):
-    """The executor that owned a slot's devices is gone, with everything it held."""
-
-    executor: int
-    slot: int
-    loss: Loss
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CloseExecutor(Effect):
-    """Close the link of an executor that owned nothing: it, or its agent, is lost."""
-
-    executor: int
-    loss: Loss
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CloseAgent(Effect):
-    """Close an agent's link: it is lost, or must not go on."""
-
-    agent: int
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Emit(Effect):
-    """Record an event."""
-
-    kind: str
-    fields: dict
 
 
 @dataclasses.dataclass(slots=True)

@@ -74,7 +74,8 @@ class Dispatcher:
             hold.defer(go_on)
             return
         group = self._group(executors)
-        here = [buffers.take(part.handle) for part in parts]
+        together = len(parts) > 1 and not all(buffers.has(part.handle) for part in parts)
+        here = [None if together else buffers.take(part.handle) for part in parts]
         tokens = [next(self._tokens) if data is None else None for data in here]
         receivers: dict[int, list[ExecutorLink]] = {}
         for executor in executors:
@@ -91,8 +92,11 @@ class Dispatcher:
                     orders.append([mine, part.shape, part.strides, len(attached), None])
                     attached.append(data)
             executor.send(["put", group.number, array.kind, array.sharding.memory_kind, orders], attached)
-        for position, links in receivers.items():
-            buffers.when_here(parts[position].handle, _forward_data(links, tokens[position]))
+        if together:
+            _forward_together(parts, receivers, tokens, buffers)
+        else:
+            for position, links in receivers.items():
+                buffers.when_here(parts[position].handle, _forward_data(links, tokens[position]))
         array.bind(group)
 
     def _discard(self, parts: list[HostPart], buffers: HostBufferStore) -> None:
@@ -326,6 +330,34 @@ def defer(hold: SliceHold, used: Sequence[Array], continuation: Done) -> None:
                 array.unpin()
 
     hold.defer(go_on)
+
+
+def _forward_together(
+    parts: list[HostPart], receivers: dict[int, list[ExecutorLink]], tokens: list[int | None], buffers: HostBufferStore
+) -> None:
+    """Send the host buffers of one array when all of them are here, or none of them if one does not come: an array
+    that only some of its executors have would be refused by the others only, which costs all their generation."""
+    left = len(parts)
+
+    def arrived(data: bytes | Status) -> None:
+        nonlocal left
+        if left <= 0:
+            return
+        if isinstance(data, Status):
+            left = 0
+            for position, links in receivers.items():
+                _forward_data(links, tokens[position])(data)
+            for part in parts:
+                buffers.discard(part.handle)
+            return
+        left -= 1
+        if left == 0:
+            found = {part.handle: buffers.take(part.handle) for part in parts}
+            for position, links in receivers.items():
+                _forward_data(links, tokens[position])(found[parts[position].handle] or b"")
+
+    for part in parts:
+        buffers.look_up(part.handle, arrived)
 
 
 def _forward_data(links: list[ExecutorLink], token: int | None) -> Callable[[bytes | Status], None]:

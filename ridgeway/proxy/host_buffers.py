@@ -53,6 +53,10 @@ class HostBufferStore:
             for arrival in watching[1]:
                 arrival(value)
 
+    def has(self, handle: int) -> bool:
+        """Whether the buffer is here."""
+        return isinstance(self._buffers.get(handle), bytes)
+
     def take(self, handle: int) -> bytes | None:
         """The buffer if it is here; it is forgotten."""
         data = self._buffers.get(handle)

@@ -13,6 +13,7 @@ loudly when one of these calls changes.  Why each is used:
 * ``stablehlo.deserialize_portable_artifact``, ``mlir.make_ir_context``: reading a client's program.
 """
 
+import functools
 import os
 import socket
 import threading
@@ -68,10 +69,8 @@ class LoadedProgram:
                 device_list, replicated if op_sharding is None else op_sharding, memory_kind=memory_kind
             )
 
-        self._inputs = [
-            (core.ShapedArray(shape, dtype), place(None if parameters is None else parameters[i], None))
-            for i, (shape, dtype) in enumerate(source.inputs)
-        ]
+        self._inputs = [core.ShapedArray(shape, dtype) for shape, dtype in source.inputs]
+        self._place_input = functools.cache(lambda i, kind: place(None if parameters is None else parameters[i], kind))
         self._handlers = [
             _jax.array_result_handler(
                 core.ShapedArray(shape, dtype),
@@ -86,7 +85,7 @@ class LoadedProgram:
         """Argument ``index`` from this executor's shards, one per device of `local`."""
         if self._single:
             return shards[0]
-        aval, sharding = self._inputs[index]
+        aval, sharding = self._inputs[index], self._place_input(index, memory_kind_of(shards[0]))
         return jax_array.ArrayImpl(aval, sharding, shards, committed=True, _skip_checks=True)
 
     def execute(self, arguments: Sequence[Array]) -> tuple[Any, list[Array]]:
@@ -116,6 +115,7 @@ class Runtime:
         self._sockets_before: set[str] = set()
         self._service_port = 0
         self._abort_ended = threading.Event()
+        self._sweeping = threading.Lock()
         self._closed = False
 
     def device(self, number: int) -> Any:
@@ -200,7 +200,8 @@ class Runtime:
     def close(self) -> None:
         """Leave: drop programs, stop aborting, detach from the key-value service."""
         self.programs.clear()
-        self._abort_ended.set()
+        with self._sweeping:  # from here on no abort touches a socket: those to come are the next generation's
+            self._abort_ended.set()
         self._shutdown_distributed()
 
     def _shutdown_distributed(self) -> None:
@@ -212,6 +213,11 @@ class Runtime:
                 print(f"leaving generation {self.generation}: {str(error)[:200]}", flush=True)
 
     def _shut_sockets(self) -> None:
+        with self._sweeping:
+            if not self._abort_ended.is_set():
+                self._sweep_sockets()
+
+    def _sweep_sockets(self) -> None:
         for link, descriptor in open_sockets().items():
             if link in self._sockets_before or link in _OWN_SOCKETS:
                 continue
@@ -220,6 +226,8 @@ class Runtime:
             except OSError:
                 continue
             try:
+                if socket_link(connection) != link:
+                    continue  # closed meanwhile, and its number given to another one
                 internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                 is_tcp = internet and connection.type == socket.SOCK_STREAM
                 # A listener has no peer and must stay: gloo ends the process without it. So must the connection
@@ -241,12 +249,17 @@ _OWN_SOCKETS: set[str] = set()
 
 def spare_socket_from_abort(connection: socket.socket) -> None:
     """A socket of ours that is made while a generation stands; an abort must leave it alone."""
-    _OWN_SOCKETS.add(f"socket:[{os.fstat(connection.fileno()).st_ino}]")
+    _OWN_SOCKETS.add(socket_link(connection))
 
 
 def forget_socket(connection: socket.socket) -> None:
     """The socket is about to be closed."""
-    _OWN_SOCKETS.discard(f"socket:[{os.fstat(connection.fileno()).st_ino}]")
+    _OWN_SOCKETS.discard(socket_link(connection))
+
+
+def socket_link(connection: socket.socket) -> str:
+    """``socket:[inode]``, what the kernel calls a socket whatever its descriptors."""
+    return f"socket:[{os.fstat(connection.fileno()).st_ino}]"
 
 
 def open_sockets() -> dict[str, int]:

@@ -285,7 +285,9 @@ class Executor:
         """When to stop waiting for what an aborted runtime computes.
 
         What spans executors is poisoned anyway and may never return (gloo leaves senders waiting): it gets a third of
-        the time that the head gives this executor.  What this executor computes alone is waited for while it computes.
+        the time that the head gives this executor.  What this executor computes alone is waited for while it computes;
+        but not long beside something that never returns, which may hold the threads that the rest would need, or burn
+        the processor time that looks like work.
         """
         patience = self.settings.drain_deadline_seconds / 3
         looked, cpu = time.monotonic(), time.process_time()
@@ -295,8 +297,11 @@ class Executor:
             now = time.monotonic()
             if runtime.aborted is None:
                 return False
+            aborted_for = now - runtime.aborted_at
             if spans:
-                return now - runtime.aborted_at >= patience
+                return aborted_for >= patience
+            if aborted_for >= self.settings.drain_deadline_seconds and self.waiters.outstanding_together:
+                return True
             if now - looked < patience:
                 return False
             busy = (time.process_time() - cpu) / (now - looked) > BUSY_CPU_FRACTION

@@ -73,19 +73,25 @@ class PortClient:
         """An empty request of a kind."""
         return type(getattr(messages.IfrtRequest(), kind))()
 
-    def make_array(self, session: int, handle: int, device: int) -> None:
-        """A real array f32[4] under a handle."""
-        header = messages.GrpcHostBufferStoreMetadata(session_id=session, handle=handle, buffer_size=16)
-        chunk = messages.GrpcHostBufferStoreRequest(data=bytes(16)).SerializeToString()
+    def make_array(self, session: int, handle: int, device: int, data: bytes = bytes(16)) -> None:
+        """A real array f32[n] of some bytes under a handle, which the host buffer has too."""
+        header = messages.GrpcHostBufferStoreMetadata(session_id=session, handle=handle, buffer_size=len(data))
+        chunk = messages.GrpcHostBufferStoreRequest(data=data).SerializeToString()
         self._channel.stream_unary(SERVICE + "HostBufferStore")(
             iter([chunk]), metadata=[(BUFFER_HEADER, header.SerializeToString())], timeout=30
         )
         body = self.body("make_array_from_host_buffer_request")
         body.dtype.kind = F32
-        body.shape.dims.append(4)
+        body.shape.dims.append(len(data) // 4)
         body.sharding.MergeFromString(shardings.single_device_sharding_proto(device))
         body.host_buffer_handle = body.array_handle = handle
         self.send("make_array_from_host_buffer_request", body)
+
+    def look_up(self, session: int, handle: int) -> bytes:
+        """The bytes of a host buffer that the server has filled."""
+        request = messages.GrpcHostBufferLookupRequest(session_id=session, handle=handle)
+        stream = self._channel.unary_stream(SERVICE + "HostBufferLookup")(request.SerializeToString(), timeout=60)
+        return b"".join(messages.GrpcHostBufferLookupResponse.FromString(chunk).data for chunk in stream)
 
     def store(self, session: int, handle: int, announced: int, chunks: list[bytes]) -> grpc.StatusCode:
         """Store a host buffer; returns how that ended."""

@@ -175,3 +175,59 @@ for reshard in (by_ifrt.reshard, by_request.reshard):
     result.append([bool((np.asarray(moved["a"]) == values).all()), bool((np.asarray(moved["b"]) == values * 2).all()),
                    moved["a"].sharding == half])
 """) == [[True, True, True]] * 2
+
+
+def test_memory_kinds_of_arguments_and_results_are_real(program: Controller) -> None:
+    assert program.run("""
+mesh = Mesh(np.array(jax.devices()), ("x",))
+device, host = NamedSharding(mesh, P("x")), NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+values = jax.device_put(np.arange(16.0), device)
+kept = jax.device_put(values, host)
+
+def seen(array):
+    kinds = {shard.data.sharding.memory_kind for shard in array.addressable_shards}
+    return [array.sharding.memory_kind, sorted(kinds), float(array.sum())]
+
+result = [
+    seen(kept),
+    seen(jax.device_put(kept, device)),
+    seen(jax.jit(lambda a: a * 2, out_shardings=host)(values)),
+    seen(jax.jit(lambda a: a * 2, in_shardings=host, out_shardings=host)(kept)),
+    seen(jax.jit(lambda a: jax.device_put(a, device) * 2, in_shardings=host, out_shardings=device)(kept)),
+    seen(jax.jit(lambda a: jax.device_put(a * 2, host))(values)),
+    seen(jax.jit(lambda a: a + 1, donate_argnums=0, in_shardings=host, out_shardings=host)(kept)),
+]
+""") == [
+        ["pinned_host", ["pinned_host"], 120.0], ["device", ["device"], 120.0], ["pinned_host", ["pinned_host"], 240.0],
+        ["pinned_host", ["pinned_host"], 240.0], ["device", ["device"], 240.0], ["pinned_host", ["pinned_host"], 240.0],
+        ["pinned_host", ["pinned_host"], 136.0],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.1, 0.3])
+def test_the_sender_dies_in_the_middle(wide: Cluster, program: Controller, delay_seconds: float) -> None:
+    wide.wait_whole()
+    program.run("""
+from jaxlib import _pathways
+here, there = (Mesh(np.array(devices_of(n)), ("x",)) for n in (0, 1))
+big = jax.jit(lambda: jnp.ones((64, 1 << 20), jnp.float32), out_shardings=NamedSharding(here, P("x")))()
+jax.block_until_ready(big)
+""")
+    program.start(f"""
+import time
+moved = [_pathways._transfer_to_shardings([big], [NamedSharding(there, P(None, "x"))])[0] for _ in range(3)]
+say("on its way")
+time.sleep({delay_seconds})
+result = []
+for array in moved:
+    try:
+        result.append(float(jax.block_until_ready(array).sum()))
+    except jax.errors.JaxRuntimeError as error:
+        result.append(str(error))
+""")
+    assert program.hear() == "on its way"
+    wide.kill_executor(0, 1)
+    for outcome in program.finish():
+        assert outcome == 64 * (1 << 20) or ("DATA_LOSS" in outcome and "slice 0 host 1" in outcome), outcome
+    wide.wait_whole()
+    assert program.run("result = float(jax.device_put(np.ones(4, np.float32), devices_of(0)[3]).sum())") == 4.0

@@ -135,6 +135,8 @@ class Controller:
         self.world.say(f"{self.name}: {what}: {error}")
         if error.code not in (Code.DATA_LOSS, Code.DEADLINE_EXCEEDED):
             self.world.violation(f"{self.name}: {what} ended in an error that nobody tries again after: {error}")
+        if "the client went away" in error.message:
+            self.world.violation(f"{self.name}: {what} was disturbed by another client's end: {error}")
         if FIRST_CAUSE.search(error.message) is None:
             self.world.violation(f"{self.name}: {what} ended in an error without its first cause: {error}")
 
