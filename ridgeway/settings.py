@@ -41,6 +41,12 @@ class Settings:
     """How long a request waits for the host buffer it names."""
     transfer_timeout_seconds: float = 120.0
     """How long an executor waits for bytes that another executor sends it."""
+    persistence_timeout_seconds: float = 3600.0
+    """How long a request to write or read arrays may take that does not say it itself."""
+    persistence_threads: int = 4
+    """How many shards one executor writes to storage or reads from it at a time."""
+    persistence_chunk_bytes: int = 64 << 20
+    """About the largest file of an array that executors write to storage."""
     callback_timeout_seconds: float = 3600.0
     """How long a program waits for the controller to run a host callback."""
     compile_timeout_seconds: float = 1800.0

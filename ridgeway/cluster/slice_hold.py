@@ -13,13 +13,11 @@ Continuation = Callable[[Status | None], None]
 """Called once: with None when the slice is up, or with the error that the work ends in."""
 
 
-class SliceHold:
-    """The held work of one slice, in order."""
+class Hold:
+    """Work that waits for something, in order. ``cause`` says for what: "slice 2"."""
 
-    def __init__(self, slice_index: int, opened: float, deadline: float, limit: int):
-        self.slice_index = slice_index
-        self.opened = opened
-        self.deadline = deadline
+    def __init__(self, cause: str, limit: int):
+        self._cause = cause
         self._limit = limit
         self._backlog: list[Continuation] = []
 
@@ -28,7 +26,7 @@ class SliceHold:
         if len(self._backlog) >= self._limit:
             continuation(
                 resource_exhausted(
-                    f"more than {self._limit} operations wait for slice {self.slice_index} (pending_order_limit)"
+                    f"more than {self._limit} operations wait for {self._cause} (pending_order_limit)"
                 )
             )
         else:
@@ -39,3 +37,13 @@ class SliceHold:
         backlog, self._backlog = self._backlog, []
         for continuation in backlog:
             continuation(error)
+
+
+class SliceHold(Hold):
+    """The held work of one slice."""
+
+    def __init__(self, slice_index: int, opened: float, deadline: float, limit: int):
+        super().__init__(f"slice {slice_index}", limit)
+        self.slice_index = slice_index
+        self.opened = opened
+        self.deadline = deadline

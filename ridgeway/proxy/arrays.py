@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import ResourceManager
-from ridgeway.cluster.slice_hold import SliceHold
+from ridgeway.cluster.slice_hold import Hold
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import Status
@@ -77,7 +77,7 @@ class Array:
         """one group for all devices, or one for each"""
         self.error: Status | None = None
         self.deleted = False
-        self.held: SliceHold | None = None
+        self.held: Hold | None = None
         self.strings: tuple[StringShard, ...] | None = None
         """an array of strings has these instead of groups, one for each device"""
         self.released = False

@@ -11,7 +11,7 @@ from typing import Any
 
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import ResourceManager
-from ridgeway.cluster.slice_hold import SliceHold
+from ridgeway.cluster.slice_hold import Hold
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.proxy import resharding
@@ -48,7 +48,8 @@ class Dispatcher:
         self._tokens = itertools.count(1)
         self._executions = itertools.count(1)
 
-    def _group(self, executors: tuple[ExecutorLink, ...]) -> BufferGroup:
+    def new_group(self, executors: tuple[ExecutorLink, ...]) -> BufferGroup:
+        """A group for what an order is about to make on executors."""
         return BufferGroup(next(self._numbers), executors)
 
     # ---- host to devices
@@ -73,7 +74,7 @@ class Dispatcher:
 
             hold.defer(go_on)
             return
-        group = self._group(executors)
+        group = self.new_group(executors)
         together = len(parts) > 1 and not all(buffers.has(part.handle) for part in parts)
         here = [None if together else buffers.take(part.handle) for part in parts]
         tokens = [next(self._tokens) if data is None else None for data in here]
@@ -150,7 +151,7 @@ class Dispatcher:
             self.programs.used_together(executable)
         execution = next(self._executions)
         executable.executions += 1
-        groups = [self._group(executors) for _ in results]
+        groups = [self.new_group(executors) for _ in results]
         fields = [execution, executable.program, references, [g.number for g in groups], list(kept)]
         if done is None:
             frame = frames.pack(["execute", *fields])
@@ -273,7 +274,7 @@ class Dispatcher:
             return
         if source.strings is None:
             movement = Movement(self.manager, source, target, reuse, lambda: next(self._tokens))
-            movement.send(plan, self._group)
+            movement.send(plan, self.new_group)
         elif all(len(pieces) == 1 and pieces[0].taken is pieces[0].where is None for pieces in plan):
             target.strings = tuple(source.strings[pieces[0].candidates[0]] for pieces in plan)
         else:
@@ -293,7 +294,7 @@ class Dispatcher:
             group = source.group_at(index)
             executor = executor_with(group, device, self.manager)
             shards.setdefault(executor, []).append([device, shapes[index], group.number])
-        result = self._group(tuple(shards))
+        result = self.new_group(tuple(shards))
         for executor, mine in shards.items():
             executor.send(["bitcast", result.number, target.kind, target.sharding.memory_kind, mine])
         target.bind(result)
@@ -317,7 +318,7 @@ class Dispatcher:
         return True
 
 
-def defer(hold: SliceHold, used: Sequence[Array], continuation: Done) -> None:
+def defer(hold: Hold, used: Sequence[Array], continuation: Done) -> None:
     """Hold work that uses arrays; dropping or deleting them meanwhile does not disturb it."""
     for array in used:
         array.pin()

@@ -14,7 +14,7 @@ from ridgeway.proxy import plugin_programs
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.services import Handler
-from ridgeway.proxy.session import LATER, Session
+from ridgeway.proxy.session import LATER, Future, Session
 
 XLA_PROGRAM = "xla::ifrt::XlaProgram"
 
@@ -95,7 +95,9 @@ _NO_DETAILS = statuses.unimplemented("a request to the server has no properties 
 def _execute_plugin_program(
     session: Session, program: plugin_programs.PluginProgram, request: Any, response: Any
 ) -> None:
-    results = program.execute(session, [session.array(handle) for handle in request.args_handles])
+    future = Future()
+    arguments = [session.array(handle) for handle in request.args_handles]
+    results = program.execute(session, arguments, future.resolve)
     given = request.result_array_handle
     if given and len(given) != len(results):
         raise statuses.invalid_argument(f"{program.name} has {len(results)} results, not {len(given)}").error()
@@ -108,8 +110,7 @@ def _execute_plugin_program(
             output.sharding.serialized_sharding.type_name = result.sharding.type_name
             output.sharding.serialized_sharding.data = result.sharding.data
     if request.execute_options.fill_status or request.result_status_handle:
-        response.status_handle, future = session.new_future(None, request.result_status_handle)
-        session.services.dispatcher.ready(results, future.resolve)
+        response.status_handle = session.keep_future(future, request.result_status_handle)
 
 
 def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], ...]:

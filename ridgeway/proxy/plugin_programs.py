@@ -13,6 +13,8 @@ from ridgeway.protocol import status as statuses
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import StatusError
 from ridgeway.proxy.arrays import Array
+from ridgeway.proxy.dispatch import Done
+from ridgeway.proxy.persistence import ReadProgram, WriteProgram, parse_read, parse_write
 
 if TYPE_CHECKING:
     from ridgeway.proxy.session import Session
@@ -28,8 +30,9 @@ class PluginProgram(Protocol):
     devices: tuple[int, ...]
     """of its arguments: the client counts their shards"""
 
-    def execute(self, session: "Session", arguments: list[Array]) -> list[Array]:
-        """Start it; the results' values may be there later.
+    def execute(self, session: "Session", arguments: list[Array], done: Done) -> list[Array]:
+        """Start it; the results' values may be there later. ``done`` is called once, when all of it is done or with
+        the first error.
 
         Raises:
           StatusError: the arguments do not fit.
@@ -50,7 +53,7 @@ class ReshardProgram:
             raise ValueError("as many inSharding as outSharding")
         self.devices = self._sources[0].devices if self._sources else ()
 
-    def execute(self, session: "Session", arguments: list[Array]) -> list[Array]:
+    def execute(self, session: "Session", arguments: list[Array], done: Done) -> list[Array]:
         """See `PluginProgram`."""
         if len(arguments) != len(self._targets):
             raise statuses.invalid_argument(f"resharding {len(self._targets)} arrays, not {len(arguments)}").error()
@@ -61,10 +64,17 @@ class ReshardProgram:
             if self._donate:
                 argument.give_away()
             results.append(result)
+        session.services.dispatcher.ready(results, done)
         return results
 
 
-_KINDS: dict[str, Callable[[Any], PluginProgram]] = {"reshardRequest": ReshardProgram}
+_KINDS: dict[str, Callable[[Any], PluginProgram]] = {
+    "reshardRequest": ReshardProgram,
+    "persistenceWriteRequest": lambda body: WriteProgram([parse_write(body)]),
+    "persistenceReadRequest": lambda body: ReadProgram([parse_read(body)]),
+    "bulk_persistence_write_request": lambda body: WriteProgram([parse_write(each) for each in body["write_requests"]]),
+    "bulk_persistence_read_request": lambda body: ReadProgram([parse_read(each) for each in body["read_requests"]]),
+}
 
 
 def parse(data: bytes) -> PluginProgram:

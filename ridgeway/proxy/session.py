@@ -133,9 +133,14 @@ class Session:
 
     def new_future(self, outcome: Status | None = None, handle: int = 0) -> tuple[int, Future]:
         """A future under a new handle, or under the client's."""
+        future = Future(outcome)
+        return self.keep_future(future, handle), future
+
+    def keep_future(self, future: "Future", handle: int = 0) -> int:
+        """Give a future a new handle, or the client's."""
         handle = handle or self.new_handle()
-        future = self.futures[handle] = Future(outcome)
-        return handle, future
+        self.futures[handle] = future
+        return handle
 
     # ---- requests
 

@@ -83,7 +83,7 @@ class BufferOrders:
                     promise.when_resolved(lambda value, where=where, assembly=assembly: assembly.place(where, value))
             shards |= dict.fromkeys(devices, buffers.PromisedShard(assembly.promise, _as_is, memory_kind))
         for (source_group, source_device), places in readers.items():
-            self._read(source_group, source_device, _placer(places))
+            self.read(source_group, source_device, _placer(places))
         made = buffers.shard_group(shards, runtime)
         made.spans = any(self._store.spans(source_group) for _, source_group, _ in copies)
         self._store.set(group, made)
@@ -104,13 +104,13 @@ class BufferOrders:
                     promise.resolve(statuses.invalid_argument(f"bitcast: {problem}"))
 
             shards[device] = buffers.PromisedShard(promise, _as_is, memory_kind)
-            self._read(source_group, device, deliver)
+            self.read(source_group, device, deliver)
         self._store.set(group, buffers.shard_group(shards))
 
     def send(self, group: int, device: int, targets: list[Any], attached: list[bytearray]) -> None:
         """Send a shard's bytes to other executors. ``targets``: [token, host, port, executor, the part to send or
         None]."""
-        self._read(group, device, lambda data, error: self._push(data, error, targets))
+        self.read(group, device, lambda data, error: self._push(data, error, targets))
 
     def _push(self, data: np.ndarray | None, error: Status | None, targets: list[Any]) -> None:
         transfers = self._executor.transfers
@@ -129,7 +129,7 @@ class BufferOrders:
             else:
                 transfers.push(host, port, token, cut(data, taken), failed)
 
-    def _read(self, group: int, device: int, deliver: Deliver) -> None:
+    def read(self, group: int, device: int, deliver: Deliver) -> None:
         """Deliver a shard's bytes when they are known, whatever the next orders do to the shard."""
         executor = self._executor
         runtime = executor.runtime
@@ -169,7 +169,7 @@ class BufferOrders:
             else:
                 answer(encoded, error)
 
-        self._read(group, device, deliver)
+        self.read(group, device, deliver)
 
     def ready(self, request: int, groups: list[int], attached: list[bytearray]) -> None:
         """Answer when every shard of the groups is computed."""

@@ -27,6 +27,7 @@ from ridgeway.worker.buffer_orders import BufferOrders
 from ridgeway.worker.callbacks import CallbackCaller, without_own_frames
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.failures import GenerationFailure
+from ridgeway.worker.persistence import PersistenceOrders
 from ridgeway.worker.process_identity import hello_versions
 from ridgeway.worker.program_orders import ProgramOrders
 from ridgeway.worker.transfers import TransferClient, TransferServer
@@ -76,14 +77,17 @@ class Executor:
         """runtimes whose executions never returned; dropping one would block"""
         self.runtime = device_runtime.runtime_alone(0, self.devices_per_host)
         self.waiters = self._new_waiters(self.runtime)
+        buffer_orders = BufferOrders(self)
+        persistence = PersistenceOrders(self, buffer_orders)
         self._aside: dict[str, Callable[..., None]] = {
             "data": self._data, "data_failed": self._data_failed, "peer_lost": self._peer_lost,
             "service": self._service_here, "abort": self._abort, "everybody_refused": self._everybody_refused,
+            **persistence.aside,
         }  # fmt: skip
         self._handlers: dict[str, Callable[..., None]] = {
             "assign": self._assign,
             "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
-            **BufferOrders(self).handlers, **ProgramOrders(self).handlers,
+            **buffer_orders.handlers, **ProgramOrders(self).handlers, **persistence.handlers,
         }  # fmt: skip
 
     # ---- threads

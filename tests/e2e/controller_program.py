@@ -22,6 +22,12 @@ import numpy as np  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
+if "ENABLE_PATHWAYS_PERSISTENCE" in os.environ:
+    # Registers Orbax's handler, and must come before the first use of a device.
+    import pathwaysutils
+
+    pathwaysutils.initialize()
+
 
 def answer(message: dict[str, Any]) -> None:
     answers.write(json.dumps(message) + "\n")

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from ridgeway.protocol import messages
+from ridgeway.protocol import dtypes, messages
 from ridgeway.protocol.status import Code, StatusError
-from ridgeway.proxy import plugin_programs
+from ridgeway.proxy import persistence, plugin_programs
 
 
 def request(**members: object) -> bytes:
@@ -24,6 +24,65 @@ def test_a_reshard_request_names_the_devices_of_its_arguments() -> None:
         request(reshardRequest={"donateInput": True, "inSharding": [sharding(4, 2)], "outSharding": [sharding(1)]})
     )
     assert (program.name, program.devices) == ("reshard", (4, 2))
+
+
+def text(value: str) -> str:
+    return base64.b64encode(value.encode()).decode()
+
+
+def persistent(**changes: object) -> dict[str, object]:
+    """An array of a read request; of a write request with ``shape=[4, 2]``."""
+    described: dict[str, object] = {
+        "b64_location": text("/checkpoints/1"),
+        "b64_name": text("params.w"),
+        "b64_hlo_sharding_string": sharding(0)["xla_hlo_sharding"],
+        "shape": {"xla_primitive_type_str": "BF16", "dimensions": [4, 2]},
+        "devices": {"device_ids": [3, 1]},
+        "timeout": {"seconds": 2, "nanos": 500_000_000},
+    }
+    return described | changes
+
+
+def test_persistence_requests_come_alone_or_in_bulk() -> None:
+    write, read = persistent(shape=[4, 2]), persistent()
+    for name, body in (
+        ("persistence_write", {"persistenceWriteRequest": write}),
+        ("persistence_write", {"bulk_persistence_write_request": {"write_requests": [write, write]}}),
+        ("persistence_read", {"persistenceReadRequest": read}),
+        ("persistence_read", {"bulk_persistence_read_request": {"read_requests": [read, read]}}),
+    ):
+        program = plugin_programs.parse(request(**body))
+        assert (program.name, program.devices) == (name, (3, 1))
+
+
+def test_a_persistence_request_is_read_as_the_client_wrote_it() -> None:
+    target = persistence.parse_read(persistent())
+    assert (target.location, target.name, target.shape) == ("/checkpoints/1", "params.w", (4, 2))
+    assert (dtypes.kind_name(target.kind), target.sharding.devices, target.timeout_seconds) == ("BF16", (3, 1), 2.5)
+    assert persistence.parse_write(persistent(shape=[], timeout=None)).timeout_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"b64_location": text("relative/path")}, Code.INVALID_ARGUMENT),
+        ({"b64_location": "?"}, Code.INVALID_ARGUMENT),
+        ({"b64_name": text("../../etc")}, Code.INVALID_ARGUMENT),
+        ({"b64_name": text("")}, Code.INVALID_ARGUMENT),
+        ({"b64_hlo_sharding_string": text("nonsense")}, Code.INVALID_ARGUMENT),
+        ({"shape": {"xla_primitive_type_str": "F99", "dimensions": [4]}}, Code.UNIMPLEMENTED),
+        ({"shape": {"xla_primitive_type_str": "F32", "dimensions": [-4]}}, Code.INVALID_ARGUMENT),
+        ({"shape": [4]}, Code.INVALID_ARGUMENT),
+        ({"devices": {"device_ids": []}}, Code.INVALID_ARGUMENT),
+        ({"devices": {"device_ids": [1, 1]}}, Code.INVALID_ARGUMENT),
+        ({"devices": 3}, Code.INVALID_ARGUMENT),
+        ({"timeout": {"seconds": "soon"}}, Code.INVALID_ARGUMENT),
+    ],
+)
+def test_a_bad_persistence_request_is_the_programs_mistake(changes: dict[str, object], code: Code) -> None:
+    with pytest.raises(StatusError) as caught:
+        plugin_programs.parse(request(persistenceReadRequest=persistent(**changes)))
+    assert caught.value.status.code is code
 
 
 @pytest.mark.parametrize(
