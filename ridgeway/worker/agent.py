@@ -52,6 +52,8 @@ class AgentProcess:
         self._link_task: asyncio.Task[None] | None = None
         self._template: asyncio.subprocess.Process | None = None
         self._template_writer: asyncio.StreamWriter | None = None
+        # Requests made while the next template has no socket yet: between the end of one and the start of another.
+        self._unsent: list[bytes] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._adopts = False
 
@@ -87,15 +89,18 @@ class AgentProcess:
                     self._link.close()
                     self._link = None
             case core.StartTemplate():
+                self._unsent.clear()
                 self._spawn(self._run_template())
             case core.KillTemplate():
                 self._signal_template(signal.SIGKILL)
             case core.SignalTemplate(number):
                 self._signal_template(number)
             case core.Fork(role, number, arguments):
-                if self._template_writer is not None:
-                    request = {"fork": role, "id": number, "arguments": arguments}
-                    self._template_writer.write(json.dumps(request).encode() + b"\n")
+                line = json.dumps({"fork": role, "id": number, "arguments": arguments}).encode() + b"\n"
+                if self._template_writer is None:
+                    self._unsent.append(line)
+                else:
+                    self._template_writer.write(line)
             case core.SignalChild(pid, number):
                 processes.send_signal(pid, number)
             case core.SignalSelf(number):
@@ -184,6 +189,8 @@ class AgentProcess:
         ours, theirs = socket.socketpair()
         # Written to before the process exists, so that no order of the head has to wait for it.
         reader, self._template_writer = await asyncio.open_connection(sock=ours, limit=template.LINE_LIMIT_BYTES)
+        self._template_writer.writelines(self._unsent)
+        self._unsent.clear()
         log = os.dup(2)
         command = [
             sys.executable, "-m", "ridgeway.worker.template",
@@ -202,6 +209,7 @@ class AgentProcess:
             )
         except OSError as error:
             self._template_writer.transport.abort()
+            self._template_writer = None
             self._handle(core.TemplateDied(core.FORK_FAILED_CODE, str(error)))
             return
         finally:

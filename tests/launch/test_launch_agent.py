@@ -12,9 +12,11 @@ from typing import Any
 import fixture_children
 import psutil
 import pytest
-from fixture_head import AgentUnderTest, FixtureHead, until
+from fixture_head import FOLDER, AgentUnderTest, FixtureHead, until
 
 from ridgeway.settings import Settings
+from ridgeway.worker import agent_core as core
+from ridgeway.worker.agent import AgentProcess, build_parser
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks at processes through /proc")
 
@@ -273,6 +275,30 @@ def test_a_dead_template_is_replaced_and_its_children_reported() -> None:
             await until(lambda: all(p.pid != executors[0].pid for p in psutil.Process(worker.pid).children()))
 
     run(test())
+
+
+def test_an_order_between_two_templates_is_not_lost() -> None:
+    async def test() -> None:
+        identity = core.Identity(
+            head_host="127.0.0.1", head_port=1, secret="s", slice=0, host=0, standby=False, address="127.0.0.1",
+            launch_id="", pid=os.getpid(), hostname="here", versions={},
+        )  # fmt: skip
+        options = build_parser().parse_args(
+            ["--head=127.0.0.1:1", "--preload=", "--entry-module=executor=fixture_children"]
+        )
+        agent = AgentProcess(identity, Settings(), options)
+        agent._exit_code = asyncio.get_running_loop().create_future()
+        child = agent._core.children["executor", 7] = core.Child(1)
+        agent._apply(core.StartTemplate())
+        agent._apply(core.Fork("executor", 7, {"head_host": "127.0.0.1", "head_port": 1, "secret": "s"}))
+        try:
+            await until(lambda: child.pid is not None, lambda: "the order was dropped")
+        finally:
+            await agent._end()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")]))
+        run(test())
 
 
 def test_a_template_that_cannot_start_ends_the_agent_with_its_last_words() -> None:
