@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ridgeway.protocol import status as statuses
-from ridgeway.protocol.status import Status
+from ridgeway.protocol.status import Status, StatusError
 from ridgeway.worker.device_runtime import (
     LoadedProgram,
     Runtime,
@@ -26,8 +26,29 @@ from ridgeway.worker.device_runtime import (
     shards_of,
 )
 
+COPIED_AT_ONCE_BYTES = 64 << 20
+"""Of a large shard that is brought to host memory: the head hears of progress after each part."""
+LOOK_SECONDS = 0.1
+"""How often an order that waits for bytes looks whether it still should."""
+
+Ended = Callable[[], "Status | None"]
+"""Asked now and then by what waits for bytes: why to wait no longer, or None."""
+
+
+def _never() -> Status | None:
+    return None
+
+
+def _nothing() -> None:
+    return None
+
+
 LOST_PEERS_KEPT = 4096
 """An order that names a lost executor is at most as old as the queue of orders."""
+
+
+class WaitEnded(StatusError):
+    """Bytes are not waited for any longer; they may still come, so what was to use them is not poisoned by it."""
 
 
 class HostShard:
@@ -84,16 +105,22 @@ class Promise:
         """Whether the bytes, or an error, are here."""
         return self._arrived.is_set()
 
-    def wait(self, timeout_seconds: float) -> Any:
+    def wait(self, timeout_seconds: float, ended: Ended = _never) -> Any:
         """The value.
 
         Raises:
+          WaitEnded: ``ended`` says so.
           statuses.StatusError: the bytes will not come, or did not come in time.
         """
-        if not self._arrived.wait(timeout_seconds):
-            raise statuses.deadline_exceeded(
-                f"bytes that were announced did not come within {timeout_seconds} s"
-            ).error()
+        end = time.monotonic() + timeout_seconds
+        while not self._arrived.wait(min(LOOK_SECONDS, max(0.0, end - time.monotonic()))):
+            cause = ended()
+            if cause is not None:
+                raise WaitEnded(cause)
+            if time.monotonic() >= end:
+                raise statuses.deadline_exceeded(
+                    f"bytes that were announced did not come within {timeout_seconds} s"
+                ).error()
         if isinstance(self._value, Status):
             raise self._value.error()
         return self._value
@@ -261,15 +288,16 @@ class BufferStore:
         """
         return _split(self.group(number))[device]
 
-    def shard(self, number: int, device: int, runtime: Runtime) -> Any:
+    def shard(self, number: int, device: int, runtime: Runtime, ended: Ended = _never) -> Any:
         """One shard as an array on ``runtime``; brings it there if it is not.
 
         Raises:
+          WaitEnded: its bytes are not here and ``ended`` says to wait no longer.
           statuses.StatusError: the shard is poisoned, or its bytes do not come.
         """
-        return self._materialize(self.group(number), device, runtime)
+        return self._materialize(self.group(number), device, runtime, ended)
 
-    def _materialize(self, group: Group, device: int, runtime: Runtime) -> Any:
+    def _materialize(self, group: Group, device: int, runtime: Runtime, ended: Ended) -> Any:
         shards = _split(group)
         shard = shards[device]
         if group.runtime is not runtime and group.runtime is not None:
@@ -277,8 +305,10 @@ class BufferStore:
             group.array = None
         if isinstance(shard, PromisedShard):
             try:
-                data = shard.decode(shard.promise.wait(self._transfer_timeout_seconds))
-            except statuses.StatusError as error:
+                data = shard.decode(shard.promise.wait(self._transfer_timeout_seconds, ended))
+            except WaitEnded:
+                raise
+            except StatusError as error:
                 shards[device] = error.status
                 raise
             shard = HostShard(data, shard.memory_kind)
@@ -291,29 +321,34 @@ class BufferStore:
             raise shard.error()
         return shard
 
-    def argument(self, number: int, index: int, program: LoadedProgram, runtime: Runtime) -> Any:
+    def argument(
+        self, number: int, index: int, program: LoadedProgram, runtime: Runtime, ended: Ended = _never
+    ) -> Any:
         """A whole group as argument ``index`` of a program.
 
         Raises:
+          WaitEnded: bytes of it are not here and ``ended`` says to wait no longer.
           statuses.StatusError: one of its shards is poisoned.
         """
         group = self.group(number)
         if group.array is not None and group.runtime is runtime and group.array_local == program.local:
             return group.array
-        shards = [self._materialize(group, device, runtime) for device in program.local]
+        shards = [self._materialize(group, device, runtime, ended) for device in program.local]
         array = program.assemble(index, shards)
         group.array, group.array_local = array, program.local
         return array
 
     def drain(
-        self, runtime: Runtime, describe: Callable[[BaseException], Status], gives_up: Callable[[bool], bool]
+        self, runtime: Runtime, describe: Callable[[BaseException], Status], gives_up: Callable[[bool], bool],
+        progressed: Callable[[], None] = _nothing,
     ) -> tuple[int, int]:
         """Bring every shard that is on ``runtime`` to host memory, waiting for running executions.
 
         Those that cannot be brought become errors, by ``describe``.  When ``gives_up(spans)`` says so, what is not
         computed yet is lost too, but everything else is kept.  Returns how many shards were lost, and how many of
-        those were never computed.
+        those were never computed.  ``progressed`` is called between parts of at most `COPIED_AT_ONCE_BYTES`.
         """
+        uncounted = 0
         lost = stuck = 0
         for group in self._groups.values():
             if group.runtime is not runtime:
@@ -334,11 +369,28 @@ class BufferStore:
                         runtime.left_behind.append(shard)
                         stuck += 1
                         raise RuntimeError("it was being computed when its generation was aborted")
-                    shards[device] = HostShard(np.array(np.asarray(shard), copy=True), memory_kind_of(shard))
+                    data = np.asarray(shard)
+                    shards[device] = HostShard(_copied(data, progressed), memory_kind_of(shard))
+                    uncounted += data.nbytes
+                    if uncounted >= COPIED_AT_ONCE_BYTES:
+                        uncounted = 0
+                        progressed()
                 except Exception as error:
                     lost += 1
                     shards[device] = describe(error)
         return lost, stuck
+
+
+def _copied(data: np.ndarray, progressed: Callable[[], None]) -> np.ndarray:
+    if data.nbytes <= COPIED_AT_ONCE_BYTES or data.ndim == 0 or not data.flags.c_contiguous:
+        return np.array(data, copy=True)
+    copy = np.empty_like(data)
+    source, target = data.reshape(-1), copy.reshape(-1)
+    step = max(1, COPIED_AT_ONCE_BYTES // data.itemsize)
+    for start in range(0, source.size, step):
+        target[start : start + step] = source[start : start + step]
+        progressed()
+    return copy
 
 
 def _wait_until_ready(shard: Any, spans: bool, gives_up: Callable[[bool], bool]) -> bool:

@@ -252,7 +252,7 @@ class Executor:
         old, waiters = self.runtime, self.waiters
         generation = old.generation
         describe = functools.partial(self.describe, runtime=old)
-        lost, stuck = self.store.drain(old, describe, self._gives_up(old))
+        lost, stuck = self.store.drain(old, describe, self._gives_up(old), self._still_at_it)
         # Also executions whose results nobody keeps: leaving in the middle of one would fail it for the others.
         stays = stuck > 0 or self._still_waiting(waiters, old)
         self._completed_before += waiters.completed
@@ -311,11 +311,26 @@ class Executor:
             busy = (time.process_time() - cpu) / (now - looked) > BUSY_CPU_FRACTION
             looked, cpu = now, time.process_time()
             if busy:
-                self._waits += 1  # the head sees progress
-                self.heartbeat()
+                self._still_at_it()
             return not busy
 
         return gives_up
+
+    def _still_at_it(self) -> None:
+        """Let the head see progress that no order's completion shows."""
+        self._waits += 1
+        self.heartbeat()
+
+    def ended(self, runtime: Runtime, spans: bool) -> buffers.Ended:
+        """For an execution that waits for bytes: once its generation was aborted, one that spans executors need not
+        wait any longer, and one that is this executor's alone goes on waiting without being taken for stuck."""
+
+        def ended() -> Status | None:
+            if runtime.aborted is not None and not spans:
+                self._still_at_it()
+            return runtime.aborted if spans else None
+
+        return ended
 
     def _leave_generation(self, request: int, generation: int, attached: list[bytearray]) -> None:
         if self.runtime.generation == generation:

@@ -76,7 +76,8 @@ class ProgramOrders:
             if spans:
                 executor.wait_for_agreement(runtime)
             loaded = self._loaded(source, runtime)
-            arrays = [self._argument(a, i, loaded, runtime) for i, a in enumerate(arguments)]
+            ended = executor.ended(runtime, spans)
+            arrays = [self._argument(a, i, loaded, runtime, ended) for i, a in enumerate(arguments)]
             for index in kept:
                 shards = device_runtime.shards_of(arrays[index])
                 copies = [
@@ -120,8 +121,10 @@ class ProgramOrders:
             loaded = runtime.load(source, callbacks)
         return loaded
 
-    def _argument(self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime) -> Any:
+    def _argument(
+        self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime, ended: buffers.Ended
+    ) -> Any:
         if type(argument) is int:
-            return self._store.argument(argument, index, loaded, runtime)
+            return self._store.argument(argument, index, loaded, runtime, ended)
         group_of = dict(argument)
-        return loaded.assemble(index, [self._store.shard(group_of[d], d, runtime) for d in loaded.local])
+        return loaded.assemble(index, [self._store.shard(group_of[d], d, runtime, ended) for d in loaded.local])

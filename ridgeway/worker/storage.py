@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,8 @@ from ridgeway.protocol.status import Code, Status, StatusError
 ZARR2_MARK, ZARR3_MARK, OCDBT_MARK = ".zarray", "zarr.json", "manifest.ocdbt"
 SLAB_BYTES = 64 << 20
 """About how much is read or written at once, between two looks at the clock."""
+DISCARD_ATTEMPTS = 20
+DISCARD_PAUSE_SECONDS = 0.05
 _CHUNK_KEY = re.compile(r"\d+(?:\.\d+)*")
 
 Remaining = Callable[[], float]
@@ -124,8 +127,15 @@ class StoredArray:
 
     def discard(self, write: str) -> None:
         """Remove what a write that failed has left."""
-        if self.location.is_local:
-            shutil.rmtree(self._while_writing(write).path, ignore_errors=True)
+        if not self.location.is_local:
+            return
+        folder = self._while_writing(write).path
+        for _ in range(DISCARD_ATTEMPTS):
+            shutil.rmtree(folder, ignore_errors=True)
+            # When one chunk fails, others are still being written, and make the folder anew.
+            time.sleep(DISCARD_PAUSE_SECONDS)
+            if not os.path.exists(folder):
+                return
 
     def _while_writing(self, write: str) -> Location:
         return self.location.folder(f"{self.name}.partial-{write}" if self.location.is_local else self.name)

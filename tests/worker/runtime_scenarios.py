@@ -23,8 +23,16 @@ from jaxlib.mlir.dialects import stablehlo
 from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status, StatusError
-from ridgeway.worker import compilation, device_runtime
-from ridgeway.worker.buffers import BufferStore, HostShard, Promise, PromiseTable, result_group, shard_group
+from ridgeway.worker import buffers, compilation, device_runtime
+from ridgeway.worker.buffers import (
+    BufferStore,
+    HostShard,
+    Promise,
+    PromisedShard,
+    PromiseTable,
+    result_group,
+    shard_group,
+)
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.executor import Executor
 from ridgeway.worker.failures import GenerationFailure
@@ -583,6 +591,46 @@ def promises_in_any_order(link: Any) -> None:
         assert error.status.code is Code.DEADLINE_EXCEEDED
     else:
         raise AssertionError("an error was taken for bytes")
+
+
+def waiting_for_bytes_ends_with_the_generation(link: Any) -> None:
+    """An execution that is lost anyway does not wait for the bytes of an argument, and does not spoil them."""
+    runtime = device_runtime.runtime_alone(0, 1)
+    store = BufferStore(PATIENCE_SECONDS)
+    promise = Promise()
+    store.set(1, shard_group({0: PromisedShard(promise, lambda data: data, None)}))
+    asked: list[int] = []
+
+    def ended() -> Status | None:
+        asked.append(1)
+        return CAUSE if len(asked) > 2 else None
+
+    started = time.monotonic()
+    try:
+        store.shard(1, 0, runtime, ended)
+    except StatusError as error:
+        assert error.status == CAUSE
+    else:
+        raise AssertionError("bytes that had not come were used")
+    assert time.monotonic() - started < PATIENCE_SECONDS / 2
+    promise.resolve(np.array([3.0], np.float32))
+    assert np.asarray(store.shard(1, 0, runtime)).tolist() == [3.0]
+
+
+def draining_much_is_progress(link: Any) -> None:
+    """Bringing a shard of several parts to host memory is told part by part, and keeps every byte."""
+    runtime = device_runtime.runtime_alone(0, 1)
+    store = BufferStore(1.0)
+    count = buffers.COPIED_AT_ONCE_BYTES // 4 * 3 + 5
+    value = np.arange(count, dtype=np.float32)
+    store.set(1, shard_group({0: runtime.put(value, 0)}, runtime))
+    for number in range(2, 8):
+        store.set(number, shard_group({0: runtime.put(np.full(1 << 22, number, np.float32), 0)}, runtime))
+    told: list[int] = []
+    assert store.drain(runtime, _describe, lambda spans: False, lambda: told.append(1)) == (0, 0)
+    assert len(told) >= 5
+    kept = store.peek(1, 0)
+    assert isinstance(kept, HostShard) and np.array_equal(kept.data, value)
 
 
 def errors_are_described(link: Any) -> None:

@@ -205,6 +205,14 @@ def test_promised_bytes_and_the_news_that_none_will_come_may_arrive_in_any_order
     lab.run("promises_in_any_order")
 
 
+def test_bytes_are_not_waited_for_when_the_generation_has_ended(lab: Lab) -> None:
+    lab.run("waiting_for_bytes_ends_with_the_generation")
+
+
+def test_bringing_much_to_host_memory_is_progress(lab: Lab) -> None:
+    lab.run("draining_much_is_progress")
+
+
 def test_an_error_is_described_by_its_first_cause(lab: Lab) -> None:
     lab.run("errors_are_described")
 
