@@ -49,6 +49,10 @@ class Settings:
     """About the largest file of an array that executors write to storage."""
     callback_timeout_seconds: float = 3600.0
     """How long a program waits for the controller to run a host callback."""
+    python_call_timeout_seconds: float = 3600.0
+    """One call of a colocated Python function on one host; when it is over the Python process there is killed."""
+    python_drop_deadline_seconds: float = 30.0
+    """How long calls of colocated Python wait for the end of objects that were dropped before."""
     compile_timeout_seconds: float = 1800.0
     """One compilation."""
     compile_attempts: int = 3

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax._src import xla_bridge
 
+from ridgeway.client import worker_output
+
 CREDENTIALS_VARIABLE = "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"
 
 
@@ -25,6 +27,10 @@ def _make(connect: Callable[[], Any]) -> Any:
     # it chooses by itself. This runs where jax makes its backends, of which `proxy` stays the default.
     if "cpu" not in (jax.config.jax_platforms or "").split(","):
         xla_bridge._backends["cpu"] = xla_bridge._init_backend("cpu")
+    # A server that is not Ridgeway's does not say it.
+    session = getattr(client, "ridgeway_session", None)
+    if session is not None:
+        worker_output.follow_when_needed(session)
     return client
 
 

@@ -1,8 +1,11 @@
-"""Runs host callbacks when the server asks for it, over a stream that is opened when there is a first one."""
+"""Runs host callbacks when the server asks for it and prints what workers print, over a stream that is opened when
+there is a first one of these."""
 
+import atexit
 import itertools
 import os
 import queue
+import sys
 import threading
 import traceback
 import weakref
@@ -12,6 +15,8 @@ from typing import Any
 from ridgeway.protocol import callback_link
 
 CONNECT_SECONDS = 30.0
+FLUSH_SECONDS = 2.0
+"""How long the end of a program waits for the last output of workers."""
 RECONNECT_PAUSE_SECONDS = 0.5
 THREADS_AT_FIRST = 4
 THREADS = 32
@@ -68,6 +73,9 @@ class CallbackRunner:
         self._ready = threading.Event()
         self._problem = "no answer"
         self._process = os.getpid()
+        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._sessions: list[int] = []
+        self._flushes: dict[int, threading.Event] = {}
         threading.Thread(target=self._serve, name="host-callbacks", daemon=True).start()
 
     @property
@@ -87,6 +95,20 @@ class CallbackRunner:
         self._callbacks[number] = run
         return callback_link.callback_name(self._client, number)
 
+    def follow(self, session: int) -> None:
+        """Print from now on what the session's colocated Python prints on workers."""
+        self._sessions.append(session)
+        self._outgoing.put(callback_link.pack(["follow", session]))
+        atexit.register(self.flush)
+
+    def flush(self) -> None:
+        """Wait for output that is on its way, within `FLUSH_SECONDS`."""
+        if self.usable and self._ready.is_set():
+            number = next(self._numbers)
+            arrived = self._flushes[number] = threading.Event()
+            self._outgoing.put(callback_link.pack(["flush", number]))
+            arrived.wait(FLUSH_SECONDS)
+
     def _serve(self) -> None:
         pause = threading.Event()
         while True:
@@ -101,7 +123,10 @@ class CallbackRunner:
         import grpc  # here, since it is not needed before there is a callback
 
         outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._outgoing = outgoing
         outgoing.put(callback_link.pack(["hello", *self._client]))
+        for session in list(self._sessions):
+            outgoing.put(callback_link.pack(["follow", session]))
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         with grpc.insecure_channel(self._address, options) as channel:
             stream = channel.stream_stream(callback_link.PATH)(_forever(outgoing))
@@ -111,6 +136,10 @@ class CallbackRunner:
                     self._ready.set()
                 elif message[0] == "call":
                     self._threads.submit(lambda rest=message[1:]: self._run(outgoing, *rest))
+                elif message[0] == "output":
+                    _print(*message[1:])
+                elif message[0] == "flushed":
+                    self._flushes.pop(message[1], threading.Event()).set()
 
     def _run(
         self, outgoing: "queue.SimpleQueue[bytes]", call: int, number: int, shapes: list[list[int]], operands: bytes
@@ -126,6 +155,13 @@ class CallbackRunner:
                 frames = frames.tb_next if frames is not None else None
             answer = ["failed", call, "".join(traceback.format_exception(type(error), error, frames))]
         outgoing.put(callback_link.pack(answer))
+
+
+def _print(place: str, stream: str, line: str) -> None:
+    try:
+        print(f"{place}: {line}", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)
+    except (OSError, ValueError):
+        pass  # nobody reads this program's output any more
 
 
 def _forever(outgoing: "queue.SimpleQueue[bytes]") -> Iterator[bytes]:

@@ -66,10 +66,11 @@ class Connections:
             role = hello.get("role")
             serve = {
                 "agent": self._serve_agent, "executor": self._serve_executor,
-                "compiler": self._serve_compiler, "control": self._serve_control,
+                "compiler": self._serve_compiler, "python": self._serve_python, "control": self._serve_control,
             }.get(str(role))  # fmt: skip
             if serve is None:
-                await self._refuse(link, f"a hello with role {role!r}; known: agent, executor, compiler, control")
+                known = "agent, executor, compiler, control, python"
+                await self._refuse(link, f"a hello with role {role!r}; known: {known}")
             else:
                 await serve(link, hello)
         except (LinkClosed, FrameError, ConnectionError):
@@ -154,6 +155,8 @@ class Connections:
         if agent.slot is not None and role == "executor":
             text = f"executor killed by signal {-code}" if code < 0 else f"executor exited with code {code}"
             self._manager.explain_loss(agent.slot, text, number)
+        elif role == "python":
+            self._manager.pythons.exited(number, code)
 
     async def _send_heartbeats(self, agent: AgentLink) -> None:
         while True:
@@ -229,7 +232,7 @@ class Connections:
                 manager.on_host_callback(executor, number, token, shapes, buffers[0])
             case "transfer_failed":
                 _, token, code, text, target = message
-                receiver = manager.executors.get(target)
+                receiver = manager.pythons.get(-target) if target < 0 else manager.executors.get(target)
                 if receiver is not None:
                     receiver.send_aside(["data_failed", token, code, text])
 
@@ -254,3 +257,20 @@ class Connections:
             manager.compilers.remove(number)
             with contextlib.suppress(KeyError):
                 manager.apply(manager.membership.compiler_closed(number))
+
+    async def _serve_python(self, link: StreamLink, hello: dict[str, Any]) -> None:
+        pythons = self._manager.pythons
+        problem = self._version_problem(hello)
+        process = None
+        if problem is None:
+            process = pythons.joined(
+                int(hello["python"]), link, str(hello["transfer_host"]), int(hello["transfer_port"]), int(hello["pid"])
+            )
+        if process is None:
+            await self._refuse(link, problem or "the session of this Python process is over")
+            return
+        try:
+            while True:
+                process.on_message(process, *(await link.receive()))
+        finally:
+            pythons.closed(process)

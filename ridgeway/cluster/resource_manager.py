@@ -15,6 +15,7 @@ from ridgeway.cluster import membership as membership_machine
 from ridgeway.cluster.agent_link import AgentLink
 from ridgeway.cluster.compilers import CompilerPool
 from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.cluster.python_processes import PythonProcesses
 from ridgeway.cluster.rendezvous import Rendezvous
 from ridgeway.cluster.slice_hold import SliceHold
 from ridgeway.cluster.topology import Topology
@@ -82,6 +83,7 @@ class ResourceManager:
         )  # fmt: skip
         self.generations = generation_machine.Generations()
         self.compilers = CompilerPool(settings, emit)
+        self.pythons = PythonProcesses(settings, emit, clock)
         self.agents: dict[int, AgentLink] = {}
         self.executors: dict[int, ExecutorLink] = {}
         self.slots: list[ExecutorLink | None] = [None] * topology.slots
@@ -369,6 +371,7 @@ class ResourceManager:
                     if agent_link is not None:
                         agent_link.close()
                     self.compilers.remove_agent(number)
+                    self.pythons.agent_lost(number, reason)
                 case membership_machine.Welcome() | membership_machine.Refuse():
                     raise AssertionError("answered where the connection is accepted")
 
@@ -397,6 +400,7 @@ class ResourceManager:
         self._apply_generation(self.generations.lost(self.clock(), number, status.message))
         for other in self.executors.values():
             other.send_aside(["peer_lost", number, int(status.code), status.message])
+        self.pythons.peer_lost(number, status)
         link.lose(loss.deadline, loss.description)
         for callback in self.on_loss:
             callback(link)
@@ -441,6 +445,7 @@ class ResourceManager:
         runs for others is put off."""
         self.membership.forgive(seconds)
         self.generations.forgive(seconds)
+        self.pythons.forgive(seconds)
         for settling in self._settling:
             settling.deadline += seconds
         for entry in self._disagreements.values():
@@ -457,6 +462,7 @@ class ResourceManager:
         progressed = {number: link.progressed for number, link in self.executors.items()}
         self._apply_generation(self.generations.tick(now, self.settings.drain_deadline_seconds, progressed))
         self._hand_out_services()
+        self.pythons.tick(now)
         for link in self.executors.values():
             link.flush_frees()
         for slice_index, hold in list(self._holds.items()):

@@ -1,4 +1,4 @@
-"""The side channel for host callbacks between a client with Ridgeway's plugin and the proxy server.
+"""The side channel between a client with Ridgeway's plugin and the proxy server: host callbacks, workers' output.
 
 jaxlib's client can announce host callbacks with a program, but its open build cannot run them.  So the plugin keeps a
 stream of its own to the server's port, a gRPC method whose messages are MessagePack lists::
@@ -6,8 +6,12 @@ stream of its own to the server's port, a gRPC method whose messages are Message
     client -> server   ["hello", client id]        once, first
                        ["result", call, bytes]
                        ["failed", call, text]      the callback raised
+                       ["follow", session]         have what this session's colocated Python prints
+                       ["flush", number]
     server -> client   ["ready"]                   once, first
                        ["call", call, callback number of this client, shapes of the operands, bytes]
+                       ["output", place, "stdout" or "stderr", line]
+                       ["flushed", number]         all output that was there at that flush has been sent
 
 Operands and results are the arrays' bytes, row-major, one after the other.  A program announces a callback with the
 client's id and number as the lengths of a few more operands, which it does not have: nothing else of what jaxlib's

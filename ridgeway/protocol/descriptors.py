@@ -29,7 +29,10 @@ _logger = logging.getLogger(__name__)
 _LIBRARY_NAME = "libjax_common.so"
 
 #: Files whose messages, with all they depend on, go into the pool.
-_ROOT_PREFIXES = ("xla/python/ifrt", "xla/python/pjrt_ifrt/", "xla/pjrt/proto/", "xla/service/hlo.proto")
+_ROOT_PREFIXES = (
+    "xla/python/ifrt", "xla/python/pjrt_ifrt/", "xla/pjrt/proto/", "xla/pjrt/distributed/protocol.proto",
+    "xla/service/hlo.proto",
+)  # fmt: skip
 
 #: Messages without which no session can be served.
 REQUIRED_MESSAGES = (
@@ -238,7 +241,8 @@ def _cache_path(version: str, library: Path) -> Path | None:
     if folder is None:
         return None
     stat = library.stat()
-    identity = f"{version}\n{library.name}\n{stat.st_size}\n{stat.st_mtime_ns}"
+    # With the roots: releases of Ridgeway that need other messages do not read each other's.
+    identity = f"{version}\n{library.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n{_ROOT_PREFIXES}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return folder / f"descriptors-{re.sub(r'[^\w.+-]', '_', version)}-{key}.bin"
 

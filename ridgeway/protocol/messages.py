@@ -65,6 +65,8 @@ CompileOptionsProto: Any
 CompiledMemoryStatsProto: Any
 DeviceAssignmentProto: Any
 HloModuleProto: Any
+GlobalTopologyProto: Any
+LocalTopologyProto: Any
 LayoutProto: Any
 OpSharding: Any
 XlaShapeProto: Any
@@ -130,6 +132,8 @@ _FULL_NAMES: dict[str, str] = {
             "CompiledMemoryStatsProto",
             "DeviceAssignmentProto",
             "HloModuleProto",
+            "GlobalTopologyProto",
+            "LocalTopologyProto",
             "LayoutProto",
             "OpSharding",
         )

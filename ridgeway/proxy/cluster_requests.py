@@ -40,6 +40,8 @@ def init(session: Session, request: Any, response: Any, later: Later) -> None:
         attributes["host_index"].int64_value = topology.host_of_slot(slot)
         # Equal for all: the data loader sits on the controller, and MaxText divides the batch by task.
         attributes["task_id"].int64_value = 0
+        # By which jax finds the CPU device beside a device: here each is its own.
+        attributes["colocation_id"].int64_value = device
         response.primary_device_ids.append(device)
         response.addressable_device_ids.append(device)
         for offset, kind in enumerate(MEMORY_KINDS):
@@ -52,6 +54,8 @@ def init(session: Session, request: Any, response: Any, later: Later) -> None:
     # jax.export lowers with Shardy only if the server says so.
     response.client_attributes.version_number = 0
     response.client_attributes.attributes["serialize_with_sdy"].bool_value = True
+    # By which the plugin in the client's process says whose output it wants.
+    response.client_attributes.attributes["ridgeway_session"].int64_value = session.number
     session.services.emit(
         "session_started", session=session.number, client=session.client,
         protocol=session.version.protocol, serdes=session.version.serdes,

@@ -52,6 +52,10 @@ class Dispatcher:
         """A group for what an order is about to make on executors."""
         return BufferGroup(next(self._numbers), executors)
 
+    def new_token(self) -> int:
+        """The name of one promise."""
+        return next(self._tokens)
+
     # ---- host to devices
 
     def put(self, array: Array, parts: list[HostPart], buffers: HostBufferStore) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ridgeway.protocol import messages
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
-from ridgeway.proxy import plugin_programs
+from ridgeway.proxy import plugin_programs, python_calls
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.services import Handler
@@ -46,6 +46,9 @@ def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
     if program.type_name == plugin_programs.PLUGIN_PROGRAM:
         _compile_plugin_program(session, program.data, response)
         return None
+    if program.type_name == python_calls.PYTHON_PROGRAM:
+        _compile_python_program(session, program.data, response)
+        return None
     if program.type_name != XLA_PROGRAM:
         raise statuses.unimplemented(f"programs of type {program.type_name} are not supported").error()
     options = messages.XlaCompileOptionsProto.FromString(request.compile_options.data).compile_options
@@ -80,13 +83,32 @@ def _compile_plugin_program(session: Session, data: bytes, response: Any) -> Non
     program = plugin_programs.parse(data)
     handle = session.new_handle()
     session.plugin_programs[handle] = program
+    _describe_request(session, handle, program.name, program.devices, data, response)
+
+
+def _compile_python_program(session: Session, data: bytes, response: Any) -> None:
+    program = python_calls.parse(data, session.services.manager.topology.devices)
+    handle = session.new_handle()
+    session.python.add(handle, program)
+    _describe_request(session, handle, program.name, program.devices, data, response)
+
+
+def _describe_request(
+    session: Session, handle: int, name: str, devices: tuple[int, ...], data: bytes, response: Any
+) -> None:
+    """The answer to compiling what is not compiled."""
     response.loaded_executable_handle = handle
-    response.name = program.name
-    response.num_devices = len(program.devices)
-    response.device_ids.extend(program.devices)
-    response.addressable_device_ids.extend(program.devices)
+    response.name = name
+    response.num_devices = len(devices)
+    response.device_ids.extend(devices)
+    response.addressable_device_ids.extend(devices)
     response.fingerprint_value = hashlib.sha256(data).hexdigest().encode()
     response.ready_future_handle, _ = session.new_future(OK)
+
+
+def _is_request(session: Session, handle: int) -> bool:
+    """Whether a handle is that of something that was not compiled."""
+    return handle in session.plugin_programs or session.python.get(handle) is not None
 
 
 _NO_DETAILS = statuses.unimplemented("a request to the server has no properties of a compiled program")
@@ -98,9 +120,27 @@ def _execute_plugin_program(
     future = Future()
     arguments = [session.array(handle) for handle in request.args_handles]
     results = program.execute(session, arguments, future.resolve)
+    _bind_results(session, program.name, results, request, response)
+    if request.execute_options.fill_status or request.result_status_handle:
+        response.status_handle = session.keep_future(future, request.result_status_handle)
+
+
+def _call_python(session: Session, program: python_calls.PythonProgram, request: Any, response: Any) -> None:
+    arguments = [session.array(handle) for handle in request.args_handles]
+    python_calls.check_arguments(program, arguments)
+    results = [Array(kind, shape, sharding) for kind, shape, sharding in program.outputs]
+    _bind_results(session, program.name, results, request, response)
+    done = None
+    if request.execute_options.fill_status or request.result_status_handle:
+        response.status_handle, future = session.new_future(None, request.result_status_handle)
+        done = future.resolve
+    session.python.call(program, arguments, results, request.execute_options.execution_stream_id, done)
+
+
+def _bind_results(session: Session, name: str, results: list[Array], request: Any, response: Any) -> None:
     given = request.result_array_handle
     if given and len(given) != len(results):
-        raise statuses.invalid_argument(f"{program.name} has {len(results)} results, not {len(given)}").error()
+        raise statuses.invalid_argument(f"{name} has {len(results)} results, not {len(given)}").error()
     for index, result in enumerate(results):
         handle = session.bind_array(given[index] if given else 0, result)
         if not given:
@@ -109,8 +149,6 @@ def _execute_plugin_program(
             output.shape.dims.extend(result.shape)
             output.sharding.serialized_sharding.type_name = result.sharding.type_name
             output.sharding.serialized_sharding.data = result.sharding.data
-    if request.execute_options.fill_status or request.result_status_handle:
-        response.status_handle = session.keep_future(future, request.result_status_handle)
 
 
 def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], ...]:
@@ -132,7 +170,7 @@ def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], .
 
 
 def loaded_executable_metadata(session: Session, request: Any, response: Any, later: Later) -> None:
-    if request.loaded_executable_handle in session.plugin_programs:
+    if _is_request(session, request.loaded_executable_handle):
         # The client takes an error about donated inputs or memory kinds for one of compiling.
         for name in ("parameter_layouts", "output_layouts", "compiled_memory_stats"):
             fill_status_proto(getattr(response, f"{name}_error"), _NO_DETAILS)
@@ -187,6 +225,10 @@ def loaded_executable_execute(session: Session, request: Any, response: Any, lat
     plugin_program = session.plugin_programs.get(request.loaded_executable_handle)
     if plugin_program is not None:
         _execute_plugin_program(session, plugin_program, request, response)
+        return
+    python_program = session.python.get(request.loaded_executable_handle)
+    if python_program is not None:
+        _call_python(session, python_program, request, response)
         return
     executable = session.executable(request.loaded_executable_handle)
     services = session.services
@@ -267,18 +309,19 @@ def loaded_executable_human_readable_program_text(session: Session, request: Any
 
 
 def loaded_executable_delete(session: Session, request: Any, response: Any, later: Later) -> None:
-    if request.loaded_executable_handle not in session.plugin_programs:
+    if not _is_request(session, request.loaded_executable_handle):
         session.executable(request.loaded_executable_handle)
     response.future_handle, _ = session.new_future(OK)
 
 
 def loaded_executable_is_deleted(session: Session, request: Any, response: Any, later: Later) -> None:
     handle = request.loaded_executable_handle
-    response.is_deleted = handle not in session.executables and handle not in session.plugin_programs
+    response.is_deleted = handle not in session.executables and not _is_request(session, handle)
 
 
 def loaded_executable_destruct(session: Session, request: Any, response: Any, later: Later) -> None:
     session.plugin_programs.pop(request.loaded_executable_handle, None)
+    session.python.drop(request.loaded_executable_handle)
     executable = session.executables.pop(request.loaded_executable_handle, None)
     if executable is not None:
         executable.dropped = True

@@ -5,6 +5,7 @@ jaxlib's client polls for calls too, but cannot run any: it is told of none unti
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ from ridgeway.protocol.status import Code, Status
 Arrays = list[tuple[int, tuple[int, ...]]]
 """Dtype kind and shape of each result."""
 Later = Callable[[Status | None], None]
+
+UNREAD_LINES_LIMIT = 10_000
+"""Lines of output that may wait for a client; the rest is counted."""
+EARLY_LINES_LIMIT = 1000
+"""Lines of output kept for a client whose plugin has not connected yet."""
 
 _DROPPED = statuses.failed_precondition("the program of a host callback was dropped, or its client went away")
 _NO_STREAM = statuses.unavailable("the client's connection for host callbacks is closed")
@@ -52,10 +58,12 @@ class HostCallback:
 
 
 class CallbackStream:
-    """The stream of one client. ``send`` never blocks."""
+    """The stream of one client. ``send`` never blocks; ``unsent`` says how many messages wait."""
 
-    def __init__(self, send: Callable[[bytes], None]):
+    def __init__(self, send: Callable[[bytes], None], unsent: Callable[[], int] = lambda: 0):
         self._send = send
+        self._unsent = unsent
+        self._lines_dropped = 0
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
 
@@ -64,6 +72,17 @@ class CallbackStream:
         number = next(self._numbers)
         self._calls[number] = call
         self._send(callback_link.pack(["call", number, call.callback.client_number, shapes, data]))
+
+    def output(self, place: str, stream: str, line: str) -> None:
+        """Have the client print a line of output."""
+        if self._unsent() >= UNREAD_LINES_LIMIT:
+            self._lines_dropped += 1
+            return
+        if self._lines_dropped:
+            note = f"[{self._lines_dropped} lines were dropped here: they came faster than they were read]"
+            self._lines_dropped = 0
+            self._send(callback_link.pack(["output", place, stream, note]))
+        self._send(callback_link.pack(["output", place, stream, line]))
 
     def on_message(self, message: list[Any]) -> None:
         """The client has run one.
@@ -99,6 +118,28 @@ class HostCallbackRegistry:
         self._numbers = itertools.count(1)
         self._callbacks: dict[int, HostCallback] = {}
         self._streams: dict[Client, CallbackStream] = {}
+        self._followers: dict[int, CallbackStream] = {}
+        """by session, who prints its output"""
+        self._early_lines: dict[int, deque[tuple[str, str, str]]] = {}
+
+    def follow(self, session: int, stream: CallbackStream) -> None:
+        """A client wants the output of its session."""
+        self._followers[session] = stream
+        for line in self._early_lines.pop(session, ()):
+            stream.output(*line)
+
+    def output(self, session: int, place: str, stream: str, line: str) -> None:
+        """User code on a worker has printed a line."""
+        follower = self._followers.get(session)
+        if follower is not None:
+            follower.output(place, stream, line)
+        else:
+            self._early_lines.setdefault(session, deque(maxlen=EARLY_LINES_LIMIT)).append((place, stream, line))
+
+    def session_ended(self, session: int) -> None:
+        """Nobody reads its output any more."""
+        self._followers.pop(session, None)
+        self._early_lines.pop(session, None)
 
     def opened(self, client: Client, stream: CallbackStream) -> None:
         """A client's plugin has connected."""
@@ -108,6 +149,8 @@ class HostCallbackRegistry:
         """Its stream has ended."""
         if self._streams.get(client) is stream:
             del self._streams[client]
+        for session in [session for session, follower in self._followers.items() if follower is stream]:
+            del self._followers[session]
         stream.close()
 
     def add(self, serialized: bytes) -> HostCallback:

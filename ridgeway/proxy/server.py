@@ -147,9 +147,9 @@ class ProxyServer:
             writer.cancel()
 
     async def _host_callbacks(self, requests: Any, context: Any) -> None:
-        """A client's plugin runs host callbacks."""
+        """A client's plugin runs host callbacks and prints what workers print."""
         outgoing: asyncio.Queue[bytes] = asyncio.Queue()
-        stream = CallbackStream(outgoing.put_nowait)
+        stream = CallbackStream(outgoing.put_nowait, outgoing.qsize)
         registry = self._services.callbacks
         client: callback_link.Client = ()
 
@@ -165,6 +165,10 @@ class ProxyServer:
                     client = tuple(message[1:])
                     registry.opened(client, stream)
                     outgoing.put_nowait(callback_link.pack(["ready"]))
+                elif message[0] == "follow":
+                    registry.follow(int(message[1]), stream)
+                elif message[0] == "flush":
+                    outgoing.put_nowait(callback_link.pack(["flushed", message[1]]))
                 else:
                     stream.on_message(message)
         except (ValueError, TypeError) as error:

@@ -53,4 +53,5 @@ class Services:
         """A session is over."""
         self.sessions.pop(session.number, None)
         self.observer.session_ended(session)
+        self.callbacks.session_ended(session.number)
         self.emit("session_ended", session=session.number, reason=reason, arrays=arrays)

@@ -19,6 +19,7 @@ from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
 from ridgeway.proxy.host_callbacks import SessionCallbacks
 from ridgeway.proxy.plugin_programs import PluginProgram
+from ridgeway.proxy.python_calls import SessionPython
 from ridgeway.proxy.services import Services
 
 SERVER_HANDLES_FROM = 1 << 40
@@ -88,6 +89,7 @@ class Session:
             services.settings.host_buffer_limit_bytes, services.settings.host_buffer_timeout_seconds
         )
         self.callbacks = SessionCallbacks(services.callbacks, self.new_handle)
+        self.python = SessionPython(services, number)
         self.requests = 0
         self.ended = False
         self._send = send
@@ -224,12 +226,14 @@ class Session:
     def tick(self) -> None:
         """Apply deadlines."""
         self.buffers.tick()
+        self.python.tick()
 
     def end(self, reason: str) -> None:
         """The client is gone: free all it held."""
         if self.ended:
             return
         self.ended = True
+        self.python.close()
         held = len(self.arrays)
         for array in self.arrays.values():
             array.release()

@@ -56,18 +56,23 @@ EXIT_REFUSED = 2
 EXIT_ORPHANED = 3
 EXIT_NO_TEMPLATE = 4
 
-CHILD_ROLES = ("executor", "compiler")
+CHILD_ROLES = ("executor", "compiler", "python")
+
+#: How long a Python process whose session is over may take to end by itself.
+PYTHON_END_SECONDS = 10.0
 
 
 @dataclasses.dataclass(slots=True)
 class Child:
-    """An executor or compiler."""
+    """An executor, compiler or Python process."""
 
     agent: int
     """Incarnation under which it was ordered: its end is told to that head only."""
     pid: int | None = None
     kill: bool = False
     """SIGKILL it as soon as its pid is known."""
+    kill_at: float | None = None
+    """SIGKILL it then."""
 
 
 class AgentCore:
@@ -138,7 +143,7 @@ class AgentCore:
                 return self._connect_failed(message, now)
             case MessageReceived(message):
                 self._heard = now
-                return self._obey(message)
+                return self._obey(message, now)
             case LinkLost(reason):
                 if self.agent is None:
                     return []
@@ -216,7 +221,7 @@ class AgentCore:
             Connect(RECONNECT_DELAY_SECONDS),
         ]
 
-    def _obey(self, message: list[Any]) -> list[Effect]:
+    def _obey(self, message: list[Any], now: float) -> list[Effect]:
         if self.agent is None:
             return []
         match message:
@@ -226,8 +231,17 @@ class AgentCore:
                 return self._start_child("executor", number)
             case ["start_compiler", int(number), *_]:
                 return self._start_child("compiler", number)
+            case ["start_python", int(number), dict(about), *_]:
+                return self._start_child("python", number, {**about, "place": self.place})
             case ["kill_executor", int(number), str(reason), *_]:
-                return self._kill_executor(number, reason)
+                return self._kill_child("executor", number, reason)
+            case ["kill_python", int(number), str(reason), *_]:
+                return self._kill_child("python", number, reason)
+            case ["end_python", int(number), *_]:
+                child = self.children.get(("python", number))
+                if child is not None:
+                    child.kill_at = now + PYTHON_END_SECONDS
+                return []
             case ["assign", int(slice_index), int(host_index), *_]:
                 self.slice, self.host = slice_index, host_index
                 return [Say(f"this standby is now {self.place}")]
@@ -239,7 +253,7 @@ class AgentCore:
 
     # ---- children
 
-    def _start_child(self, role: str, number: int) -> list[Effect]:
+    def _start_child(self, role: str, number: int, about: dict[str, Any] | None = None) -> list[Effect]:
         if (role, number) in self.children:
             return [Say(f"ignored a second order to start {role} {number}")]
         assert self.agent is not None
@@ -255,34 +269,39 @@ class AgentCore:
             "settings": self.settings.to_dict(),
             "address": identity.address,
             "log_prefix": f"{role} {number} ({self.place})",
+            **(about or {}),
         }
         return [Fork(role, number, arguments)]
 
     def _forked(self, role: str, number: int, pid: int) -> list[Effect]:
         child = self.children.get((role, number))
         if child is None:
-            return [SignalChild(pid, signal.SIGKILL)]
+            return _kill(role, pid)
         child.pid = pid
         effects: list[Effect] = [Say(f"started {role} {number} (pid {pid})")]
         if child.kill:
-            effects.append(SignalChild(pid, signal.SIGKILL))
+            effects += _kill(role, pid)
         return effects
 
-    def _kill_executor(self, number: int, reason: str) -> list[Effect]:
-        child = self.children.get(("executor", number))
+    def _kill_child(self, role: str, number: int, reason: str) -> list[Effect]:
+        child = self.children.get((role, number))
         if child is None:
             return []
         child.kill = True
-        effects: list[Effect] = [Say(f"killing executor {number}: {reason}")]
+        effects: list[Effect] = [Say(f"killing {role} {number}: {reason}")]
         if child.pid is not None:
-            effects.append(SignalChild(child.pid, signal.SIGKILL))
+            effects += _kill(role, child.pid)
         return effects
 
     def _child_ended(self, role: str, number: int, exit_code: int) -> list[Effect]:
         child = self.children.pop((role, number), None)
-        if child is None or child.agent != self.agent:
+        if child is None:
             return []
-        return [Send(["process_exited", role, number, exit_code])]
+        # What the user's code has started there has nobody left.
+        effects: list[Effect] = [SignalChild(-child.pid, signal.SIGKILL)] if role == "python" and child.pid else []
+        if child.agent == self.agent:
+            effects.append(Send(["process_exited", role, number, exit_code]))
+        return effects
 
     def _signal_children(self, number: int, roles: tuple[str, ...] = CHILD_ROLES) -> list[Effect]:
         effects: list[Effect] = []
@@ -290,7 +309,7 @@ class AgentCore:
             if role not in roles:
                 continue
             if child.pid is not None:
-                effects.append(SignalChild(child.pid, number))
+                effects += _kill(role, child.pid) if number == signal.SIGKILL else [SignalChild(child.pid, number)]
             elif number == signal.SIGKILL:
                 child.kill = True
         return effects
@@ -341,7 +360,7 @@ class AgentCore:
     # ---- time
 
     def _tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
+        effects = self._end_pythons(now)
         settings = self.settings
         slept = now - self._last_tick
         self._last_tick = now
@@ -375,6 +394,22 @@ class AgentCore:
             ]
         return effects
 
+    def _end_pythons(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for (role, number), child in self.children.items():
+            if child.kill_at is not None and now >= child.kill_at:
+                child.kill_at = None
+                effects += self._kill_child(role, number, "its session is over and it does not end")
+        return effects
+
     def _exit(self, code: int, reason: str) -> list[Effect]:
         self._ending = True
         return [Say(reason), *self._signal_children(signal.SIGKILL), Exit(code)]
+
+
+def _kill(role: str, pid: int) -> list[Effect]:
+    """A Python process leads a group, with all that the user's code has started."""
+    effects: list[Effect] = [SignalChild(pid, signal.SIGKILL)]
+    if role == "python":
+        effects.append(SignalChild(-pid, signal.SIGKILL))
+    return effects

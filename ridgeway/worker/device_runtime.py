@@ -1,7 +1,7 @@
 """The device runtime: XLA clients, buffers and executables, and every semi-private jaxlib call that a worker needs.
 
-Nothing else in `ridgeway.worker` may import jaxlib or ``jax._src``.  ``tests/worker/test_device_runtime.py`` fails
-loudly when one of these calls changes.  Why each is used:
+Of `ridgeway.worker`, only this module, `compilation` and, for colocated Python, `python_devices` import jaxlib or
+``jax._src``.  ``tests/worker/test_device_runtime.py`` fails loudly when one of these calls changes.  Why each is used:
 
 * ``xla_client.make_cpu_client``: a client with our own collectives and process numbers; `jax` keeps only one.
 * ``_jax.get_distributed_runtime_client``, ``_jax.make_gloo_tcp_collectives``: the same, for one generation.
@@ -117,6 +117,16 @@ class Runtime:
         self._abort_ended = threading.Event()
         self._sweeping = threading.Lock()
         self._closed = False
+
+    @property
+    def client(self) -> Any:
+        """jaxlib's client."""
+        return self._client
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The cluster-wide ids of all devices that the client knows."""
+        return tuple(self._devices)
 
     def device(self, number: int) -> Any:
         """The client's device for a cluster-wide device id."""

@@ -1,4 +1,4 @@
-"""The process that imports jax once and forks executors and compilers from that, in about 10 ms each.
+"""The process that imports jax once and forks executors, compilers and Python processes from it, in about 10 ms each.
 
 It stays single-threaded and makes no backend, which is what makes the fork safe.  It obeys its agent over a
 socket with one JSON object a line::
@@ -31,7 +31,11 @@ from typing import Any, NoReturn
 from ridgeway import processes
 
 #: Role of a child -> the module whose ``main(arguments: dict) -> int`` it runs.
-DEFAULT_ENTRY_MODULES = {"executor": "ridgeway.worker.executor", "compiler": "ridgeway.worker.compiler"}
+DEFAULT_ENTRY_MODULES = {
+    "executor": "ridgeway.worker.executor",
+    "compiler": "ridgeway.worker.compiler",
+    "python": "ridgeway.worker.python_host",
+}
 
 #: What is imported before the entry modules.
 DEFAULT_PRELOAD = "jax"
@@ -51,7 +55,7 @@ def parse_entry_modules(options: list[str]) -> dict[str, str]:
     for option in options:
         role, separator, module = option.partition("=")
         if not separator or not module or role not in modules:
-            raise ValueError(f"--entry-module {option!r} is not executor=MODULE or compiler=MODULE")
+            raise ValueError(f"--entry-module {option!r} is not executor=MODULE, compiler=MODULE or python=MODULE")
         modules[role] = module
     return modules
 

@@ -1,6 +1,7 @@
 """Fixtures of the end-to-end tests: places of their own, and one cluster that most tests share."""
 
 import contextlib
+import importlib.metadata
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,3 +112,17 @@ def native_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     assert list(found[0]) == list(range(harness.TRAINING_STEPS))
     assert found[0] == found[1] == found[2]
     return found[0]
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A value of PYTHONPATH with which jax finds the plugin, also when Ridgeway is not installed but only there."""
+    path = [str(harness.ROOT)]
+    if not any(found.value == "ridgeway.client" for found in importlib.metadata.entry_points(group="jax_plugins")):
+        installed = tmp_path_factory.mktemp("installed")
+        info = installed / "ridgeway-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ridgeway\nVersion: 0\n")
+        (info / "entry_points.txt").write_text("[jax_plugins]\nridgeway = ridgeway.client\n")
+        path.append(str(installed))
+    return ":".join(path)

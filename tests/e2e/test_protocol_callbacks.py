@@ -1,7 +1,6 @@
 """Host callbacks: programs on the workers call Python functions of the controller."""
 
 import contextlib
-import importlib.metadata
 from collections.abc import Iterator
 
 import e2e_harness as harness
@@ -19,20 +18,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("pair")
     with harness.cluster_in(folder, "2x1x2", "--max-slice-restarts", "unlimited") as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A value of PYTHONPATH with which jax finds the plugin, also when Ridgeway is not installed but only there."""
-    path = [str(harness.ROOT)]
-    if not any(found.value == "ridgeway.client" for found in importlib.metadata.entry_points(group="jax_plugins")):
-        installed = tmp_path_factory.mktemp("installed")
-        info = installed / "ridgeway-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ridgeway\nVersion: 0\n")
-        (info / "entry_points.txt").write_text("[jax_plugins]\nridgeway = ridgeway.client\n")
-        path.append(str(installed))
-    return ":".join(path)
 
 
 @pytest.fixture
