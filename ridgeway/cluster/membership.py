@@ -66,6 +66,8 @@ class Agent:
     suspect: bool = False
     draining: bool = False
     executor: Executor | None = None
+    replacing: bool = False
+    """Its active executor was lost, which was counted, and the next one is not ready yet."""
     compiler: int | None = None
     compiler_connected: bool = False
 
@@ -341,6 +343,7 @@ class Membership:
         assert agent.slot is not None and agent.executor is not None
         slot = agent.slot
         self.active[slot] = agent.executor.number
+        agent.replacing = False
         names = self._names(slot)
         effects: list[Effect] = [
             ActivateExecutor(agent.executor.number, slot, agent.executor.number),
@@ -361,6 +364,7 @@ class Membership:
         if slot is not None and self.active.get(slot) == executor.number:
             del self.active[slot]
             self.restarts[slot] += 1
+            agent.replacing = True
             names = self._names(slot)
             effects.append(LoseExecutor(executor.number, slot, loss))
             effects.append(
@@ -407,7 +411,8 @@ class Membership:
                         },
                     )
                 )
-                self.restarts[slot] += 1
+                if not agent.replacing:  # else one death, whose executor was only seen to go first
+                    self.restarts[slot] += 1
         if slot is None:
             effects.append(
                 Emit("standby_lost", {"incarnation": number, "launch_id": agent.launch_id, "cause": loss.description})

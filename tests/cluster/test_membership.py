@@ -315,6 +315,20 @@ def test_a_lost_slot_is_free_for_a_replacement_under_a_new_incarnation() -> None
     assert cluster.machine.restarts == [1, 0, 0]
 
 
+def test_a_death_is_counted_once_also_when_the_executor_is_seen_to_go_first() -> None:
+    cluster = Cluster()
+    agents = [agent for agent, _ in cluster.all_hosts()]
+    cluster.machine.executor_closed(1.0, cluster.machine.active[0], "connection to its executor closed")
+    cluster.machine.agent_closed(1.1, agents[0], "connection to its agent closed")
+    assert cluster.machine.restarts == [1, 0, 0]
+    # Where an executor was ready in between, two things happened.
+    cluster.host(0)
+    cluster.machine.executor_closed(2.0, cluster.machine.active[1], "connection to its executor closed")
+    cluster.executor(agents[1])
+    cluster.machine.agent_closed(3.0, agents[1], "connection to its agent closed")
+    assert cluster.machine.restarts == [1, 2, 0]
+
+
 def test_a_slice_is_lost_once_when_several_of_its_hosts_are() -> None:
     cluster = Cluster(slices=1, hosts_per_slice=3)
     agents = [agent for agent, _ in cluster.all_hosts()]
