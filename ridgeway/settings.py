@@ -35,8 +35,16 @@ class Settings:
     executor_start_timeout_seconds: float = 60.0
     """From an agent's joining to its executor being ready."""
     probe_hold_seconds: float = 10.0
-    """How long work that lies wholly on a slice whose replacement is on its way is held instead of refused.
-    0 refuses at once."""
+    """How long work that lies wholly on a slice that is on its way back, or that a controller does nothing but wait
+    for, is held instead of refused (see `cluster.slice_hold`). 0 refuses at once."""
+    probe_retry_seconds: float = 3.0
+    """A controller that asks a slice again, so long after a refusal and with no work over several slices in between,
+    is waiting for it."""
+    replacement_notice_seconds: float = 0.5
+    """After a loss, how long a launcher may take to say that a replacement is on its way before work on the slice
+    is refused."""
+    replacement_expected_seconds: float = 60.0
+    """How long an announced replacement is believed to come."""
     host_buffer_timeout_seconds: float = 60.0
     """How long a request waits for the host buffer it names."""
     transfer_timeout_seconds: float = 120.0

@@ -50,7 +50,7 @@ def show(state: dict[str, Any]) -> None:
     for heading, justify in (
         ("slice", "right"), ("", "left"), ("host", "right"), ("state", "left"), ("incarnation", "right"),
         ("generation", "right"), ("restarts", "right"), ("pid", "right"), ("executor", "right"),
-        ("memory", "right"), ("on", "left"),
+        ("memory", "right"), ("host arrays", "right"), ("on", "left"),
     ):  # fmt: skip
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     for piece in state["slices"]:
@@ -66,6 +66,7 @@ def show(state: dict[str, Any]) -> None:
                 _or_dash(host["pid"]),
                 _or_dash(host["executor_pid"]),
                 _bytes(host["memory_bytes"]) if host["memory_bytes"] else "-",
+                _bytes(host["host_array_bytes"]) if host["host_array_bytes"] else "-",
                 host["hostname"] or "-",
             )
     console.print(table)

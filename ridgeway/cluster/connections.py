@@ -214,8 +214,8 @@ class Connections:
                     lambda status: executor.on_reply(request, status, [], []),
                 )
             case "heartbeat":
-                _, dispatched, completed, outstanding, memory = message
-                executor.memory_bytes = memory
+                _, dispatched, completed, outstanding, memory, held = message
+                executor.memory_bytes, executor.host_array_bytes = memory, held
                 executor.observe_progress(manager.clock(), dispatched, completed)
                 behind = dispatched < executor.ordered
                 manager.membership.executor_heard(

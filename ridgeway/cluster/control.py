@@ -123,7 +123,8 @@ class Control:
             "state": state.value,
             "incarnation": number, "pid": agent.pid if agent else None, "hostname": agent.hostname if agent else None,
             "executor_pid": link.pid if link else None, "generation": generation.number if generation else None,
-            "memory_bytes": link.memory_bytes if link else 0, "restarts": manager.membership.restarts[slot],
+            "memory_bytes": link.memory_bytes if link else 0,
+            "host_array_bytes": link.host_array_bytes if link else 0, "restarts": manager.membership.restarts[slot],
         }  # fmt: skip
 
     def verb_signal(self, slice: int, signal: int, host: int | None = None, target: str = "worker") -> dict[str, Any]:

@@ -30,6 +30,8 @@ class ExecutorLink:
         self.lost: Status | None = None
         self.loaded_programs: set[str] = set()
         self.memory_bytes = 0
+        self.host_array_bytes = 0
+        """Of arrays in its host memory (memory kind ``pinned_host``)."""
         self.executions = 0
         """Executions ordered so far."""
         self.ordered = 0

@@ -17,7 +17,7 @@ from ridgeway.cluster.compilers import CompilerPool
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.python_processes import PythonProcesses
 from ridgeway.cluster.rendezvous import Rendezvous
-from ridgeway.cluster.slice_hold import SliceHold
+from ridgeway.cluster.slice_hold import Ended, SliceHold, SliceHolds
 from ridgeway.cluster.topology import Topology
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
@@ -26,7 +26,6 @@ from ridgeway.settings import Settings
 CAUSES_KEPT = 1000
 CAUSE_CHARACTERS = 300
 EXECUTIONS_KEPT = 20_000
-EXPECTED_FOR_SECONDS = 60.0
 TICK_SECONDS = 0.05
 _PART_OF_STOPPING = frozenset({"host_lost", "slice_lost", "standby_lost", "host_joining"})
 
@@ -99,9 +98,7 @@ class ResourceManager:
         self._last_loss: list[Status | None] = [None] * topology.slots
         self._spans: dict[tuple[int, ...], tuple[ExecutorLink, ...] | Status] = {}
         self._spans_epoch = -1
-        self._holds: dict[int, SliceHold] = {}
-        self._expected: dict[int, float] = {}
-        self._given_up: dict[int, str] = {}
+        self.holds = SliceHolds(settings)
         self._ticked = clock()
         self._rendezvous = rendezvous
         self._service_host = service_host
@@ -135,9 +132,10 @@ class ResourceManager:
         """Why a slot without an executor has none."""
         last = self._last_loss[slot]
         slice_index = self.topology.slice_of_slot(slot)
-        if slice_index in self._given_up:
+        reason = self.holds.given_up.get(slice_index)
+        if reason is not None:
             detail = f": {last.message}" if last is not None else ""
-            return statuses.data_loss(f"slice {slice_index} is down for good ({self._given_up[slice_index]}){detail}")
+            return statuses.data_loss(f"slice {slice_index} is down for good ({reason}){detail}")
         if last is None:
             return statuses.data_loss(f"{self.topology.describe_slot(slot)} has not joined the cluster yet")
         return last
@@ -147,25 +145,27 @@ class ResourceManager:
         return self.slots[self.topology.slot_of_device(device)]
 
     def hold_for(self, devices: Iterable[int]) -> SliceHold | None:
-        """Where work on ``devices`` should wait: they lie in one slice, which is down but on its way back."""
+        """Where work on ``devices`` should wait: they lie in one slice, which is down but on its way back, or waited
+        for. See `slice_hold`."""
         slices = {self.topology.slice_of_device(d) for d in devices}
-        if len(slices) != 1 or self.settings.probe_hold_seconds <= 0:
+        if len(slices) != 1:
+            self.holds.spanned()
             return None
         slice_index = slices.pop()
-        if self.membership.slice_is_up(slice_index) or slice_index in self._given_up:
+        if self.membership.slice_is_up(slice_index):
             return None
-        hold = self._holds.get(slice_index)
-        if hold is None:
-            now = self.clock()
-            expected = self._expected.get(slice_index, 0.0) > now
-            if not expected and not self.membership.slice_is_joining(slice_index):
-                return None
-            hold = SliceHold(
-                slice_index, now, now + self.settings.probe_hold_seconds, self.settings.pending_order_limit
-            )
-            self._holds[slice_index] = hold
-            self.emit("probe_held", slice=slice_index)
+        hold, opened = self.holds.find(self.clock(), slice_index, self.membership.slice_is_joining)
+        if hold is not None and opened:
+            self.emit("probe_held", slice=slice_index, reason=hold.reason.value)
         return hold
+
+    def _finish(self, ended: list[Ended]) -> None:
+        for entry in ended:
+            slice_index = entry.hold.slice_index
+            held = round(self.clock() - entry.hold.opened, 4)
+            self.emit("probe_answered", slice=slice_index, held_seconds=held, ok=entry.up)
+            missing = next((s for s in self.topology.slots_of_slice(slice_index) if self.slots[s] is None), None)
+            entry.hold.finish(None if missing is None else self.loss_of_slot(missing))
 
     def slice_is_up(self, slice_index: int) -> bool:
         """Whether every host of a slice is ready."""
@@ -176,6 +176,8 @@ class ResourceManager:
     def span(self, executors: tuple[ExecutorLink, ...]) -> None:
         """Make sure that orders sent to these executors from now on run in a common generation."""
         if len(executors) > 1:
+            if self.holds.watching and len({self.topology.slice_of_slot(e.slot) for e in executors}) > 1:
+                self.holds.spanned()
             current = self.generations.current
             first = current.get(executors[0].number)
             if first is not None and all(current.get(e.number) == first for e in executors):
@@ -393,6 +395,7 @@ class ResourceManager:
             f"{link.place} (executor {number}) was lost: {loss.description}",
         )
         self._last_loss[slot] = status
+        self.holds.lost(self.clock(), self.topology.slice_of_slot(slot))
         for generation in self.generations.generations.values():
             if number in generation.members and not generation.aborted and number in generation.remaining:
                 self._causes.setdefault(generation.number, status)
@@ -406,27 +409,19 @@ class ResourceManager:
             callback(link)
 
     def _slice_ready(self, slice_index: int) -> None:
-        self._expected.pop(slice_index, None)
-        self._given_up.pop(slice_index, None)
-        hold = self._holds.pop(slice_index, None)
-        if hold is not None:
-            self.emit(
-                "probe_answered", slice=slice_index, held_seconds=round(self.clock() - hold.opened, 4), ok=True
-            )
-            hold.finish(None)
+        self._finish(self.holds.up(self.clock(), slice_index))
 
     # ---- what the launcher says
 
     def expect(self, slice_index: int) -> None:
         """A replacement for a host of this slice is being started."""
-        self._expected[slice_index] = self.clock() + EXPECTED_FOR_SECONDS
-        self._given_up.pop(slice_index, None)
+        self.holds.expect(self.clock(), slice_index)
 
     def give_up(self, slice_index: int, reason: str) -> None:
         """No replacement will come."""
-        self._given_up[slice_index] = reason
-        self._expected.pop(slice_index, None)
+        ended = self.holds.give_up(slice_index, reason)
         self._spans_epoch = -1
+        self._finish(ended)
 
     def explain_loss(self, slot: int, description: str, executor: int | None = None) -> None:
         """Add what the launcher or the agent knows of a loss to what users read; news of an ``executor`` that is not
@@ -465,12 +460,7 @@ class ResourceManager:
         self.pythons.tick(now)
         for link in self.executors.values():
             link.flush_frees()
-        for slice_index, hold in list(self._holds.items()):
-            if now >= hold.deadline:
-                del self._holds[slice_index]
-                self.emit("probe_answered", slice=slice_index, held_seconds=round(now - hold.opened, 4), ok=False)
-                missing = next((s for s in self.topology.slots_of_slice(slice_index) if self.slots[s] is None), None)
-                hold.finish(None if missing is None else self.loss_of_slot(missing))
+        self._finish(self.holds.due(now, self.membership.slice_is_joining))
         for execution, entry in list(self._disagreements.items()):
             if entry.generation in self._causes:
                 del self._disagreements[execution]

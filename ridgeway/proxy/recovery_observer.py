@@ -90,8 +90,11 @@ class RecoveryObserver:
 
     def error_raised(self, session: "Session", status: Status, request: str) -> None:
         """An error goes to the client."""
+        if status.code not in RETRIED_CODES:
+            return
+        self._manager.holds.told(self._manager.clock())
         activity = self._activities.get(session.number)
-        if activity is None or activity.lost_at is None or activity.error_seen or status.code not in RETRIED_CODES:
+        if activity is None or activity.lost_at is None or activity.error_seen:
             return
         activity.error_seen = True
         self._emit(

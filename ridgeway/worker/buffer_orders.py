@@ -48,7 +48,7 @@ class BufferOrders:
                 shard = buffers.PromisedShard(self._executor.promises.claim(token, None), decode, memory_kind)
             for device in devices:
                 shards[device] = shard
-        self._store.set(group, buffers.shard_group(shards))
+        self._store.set(group, buffers.shard_group(shards, memory_kind=memory_kind))
 
     def copy(
         self, group: int, memory_kind: str | None, copies: list[Any], assemblies: list[Any], attached: list[bytearray]
@@ -67,6 +67,8 @@ class BufferOrders:
                 source = self._store.peek(source_group, source_device)
                 if isinstance(source, (buffers.HostShard, buffers.PromisedShard)):
                     shards[target] = source.with_memory_kind(memory_kind)
+                elif memory_kind in buffers.HOST_MEMORY_KINDS:
+                    shards[target] = self._to_host(source_group, source_device, memory_kind)
                 else:
                     source = self._store.shard(source_group, source_device, runtime)
                     shards[target] = runtime.copy(source, target, memory_kind)
@@ -84,9 +86,23 @@ class BufferOrders:
             shards |= dict.fromkeys(devices, buffers.PromisedShard(assembly.promise, _as_is, memory_kind))
         for (source_group, source_device), places in readers.items():
             self.read(source_group, source_device, _placer(places))
-        made = buffers.shard_group(shards, runtime)
+        made = buffers.shard_group(shards, runtime, memory_kind)
         made.spans = any(self._store.spans(source_group) for _, source_group, _ in copies)
         self._store.set(group, made)
+
+    def _to_host(self, group: int, device: int, memory_kind: str | None) -> buffers.PromisedShard:
+        """A shard's bytes in memory of this process, once they are computed."""
+        promise = buffers.Promise()
+
+        def deliver(data: Any, error: Status | None) -> None:
+            try:
+                # What came is a view of the client's memory, which would keep a whole generation's client alive.
+                promise.resolve(error or np.array(data, copy=True))
+            except MemoryError as problem:
+                promise.resolve(statuses.resource_exhausted(f"host memory: {problem}"))
+
+        self.read(group, device, deliver, bulk=True)
+        return buffers.PromisedShard(promise, _as_is, memory_kind)
 
     def bitcast(
         self, group: int, kind: int, memory_kind: str | None, parts: list[Any], attached: list[bytearray]
@@ -105,7 +121,7 @@ class BufferOrders:
 
             shards[device] = buffers.PromisedShard(promise, _as_is, memory_kind)
             self.read(source_group, device, deliver)
-        self._store.set(group, buffers.shard_group(shards))
+        self._store.set(group, buffers.shard_group(shards, memory_kind=memory_kind))
 
     def send(self, group: int, device: int, targets: list[Any], attached: list[bytearray]) -> None:
         """Send a shard's bytes to other executors. ``targets``: [token, host, port, executor, the part to send or
@@ -129,8 +145,9 @@ class BufferOrders:
             else:
                 transfers.push(host, port, token, cut(data, taken), failed)
 
-    def read(self, group: int, device: int, deliver: Deliver) -> None:
-        """Deliver a shard's bytes when they are known, whatever the next orders do to the shard."""
+    def read(self, group: int, device: int, deliver: Deliver, bulk: bool = False) -> None:
+        """Deliver a shard's bytes when they are known, whatever the next orders do to the shard. ``bulk``: many come
+        at once, and nothing that others wait for shall queue behind them."""
         executor = self._executor
         runtime = executor.runtime
         try:
@@ -144,7 +161,7 @@ class BufferOrders:
                 executor.waiters.submit(lambda: data, deliver)
             else:
                 held = self._held(self._store.shard(group, device, runtime), device, runtime)
-                executor.waiters.submit(lambda: np.asarray(held), deliver, self._store.spans(group))
+                executor.waiters.submit(lambda: np.asarray(held), deliver, self._store.spans(group), bulk)
         except Exception as error:
             deliver(None, executor.describe(error, runtime))
 

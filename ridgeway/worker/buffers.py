@@ -5,7 +5,9 @@ A shard is in one of four states, and moves only to the right or to an error::
     Promise (bytes on their way) -> HostShard (host memory, no client) -> array on a runtime
                                  `-> Status (poisoned: the error is the value)
 
-Shards that were drained from an ended generation stay host shards until something uses them.
+Shards that were drained from an ended generation stay host shards until something uses them.  Shards in host memory
+(`HOST_MEMORY_KINDS`: snapshots, offloaded state) that were put or copied there are never more than host shards: they
+belong to no client, so no generation's end costs them anything; a program that takes one gets a copy.
 """
 
 import threading
@@ -26,6 +28,8 @@ from ridgeway.worker.device_runtime import (
     shards_of,
 )
 
+HOST_MEMORY_KINDS = frozenset({"pinned_host", "unpinned_host"})
+"""Memory kinds whose bytes are this process's own, outside all clients."""
 COPIED_AT_ONCE_BYTES = 64 << 20
 """Of a large shard that is brought to host memory: the head hears of progress after each part."""
 LOOK_SECONDS = 0.1
@@ -104,6 +108,12 @@ class Promise:
     def resolved(self) -> bool:
         """Whether the bytes, or an error, are here."""
         return self._arrived.is_set()
+
+    @property
+    def value(self) -> Any:
+        """The bytes; None while they are on their way, or if they will not come."""
+        value = self._value if self._arrived.is_set() else None
+        return None if isinstance(value, Status) else value
 
     def wait(self, timeout_seconds: float, ended: Ended = _never) -> Any:
         """The value.
@@ -208,9 +218,10 @@ class PromiseTable:
 class Group:
     """The shards of one array on this executor."""
 
-    __slots__ = ("array", "array_local", "runtime", "shards", "spans")
+    __slots__ = ("array", "array_local", "in_host_memory", "runtime", "shards", "spans")
 
-    def __init__(self) -> None:
+    def __init__(self, memory_kind: str | None = None) -> None:
+        self.in_host_memory = memory_kind in HOST_MEMORY_KINDS
         self.shards: dict[int, Any] | None = None
         """device id -> shard; None while only ``array`` has them"""
         self.array: Any = None
@@ -221,9 +232,11 @@ class Group:
         """computed by a program that spans several executors, or from something that is"""
 
 
-def result_group(array: Any, local: tuple[int, ...], runtime: Runtime, spans: bool) -> Group:
+def result_group(
+    array: Any, local: tuple[int, ...], runtime: Runtime, spans: bool, memory_kind: str | None = None
+) -> Group:
     """A group from a program's result; ``spans``: of a program that spans several executors."""
-    group = Group()
+    group = Group(memory_kind)
     group.array = array
     group.array_local = local
     group.runtime = runtime
@@ -231,19 +244,20 @@ def result_group(array: Any, local: tuple[int, ...], runtime: Runtime, spans: bo
     return group
 
 
-def shard_group(shards: dict[int, Any], runtime: Runtime | None = None) -> Group:
+def shard_group(shards: dict[int, Any], runtime: Runtime | None = None, memory_kind: str | None = None) -> Group:
     """A group from shards in any state; arrays among them must be on ``runtime``."""
-    group = Group()
+    group = Group(memory_kind)
     group.shards = shards
     group.runtime = runtime
     return group
 
 
 class BufferStore:
-    """All groups of one executor. Used by the order thread only, but for `size`."""
+    """All groups of one executor. Used by the order thread only, but for `size` and `host_memory_bytes`."""
 
     def __init__(self, transfer_timeout_seconds: float):
         self._groups: dict[int, Group] = {}
+        self._in_host_memory: dict[int, Group] = {}
         self._transfer_timeout_seconds = transfer_timeout_seconds
 
     @property
@@ -251,9 +265,31 @@ class BufferStore:
         """Number of groups."""
         return len(self._groups)
 
+    def host_memory_bytes(self) -> int:
+        """Bytes of arrays that were asked to be in host memory; bytes that several of them share count once."""
+        sizes: dict[int, int] = {}
+        for group in list(self._in_host_memory.values()):
+            shards, array = group.shards, group.array
+            if shards is not None:
+                parts = list(shards.values())
+            else:
+                parts = [] if array is None or is_deleted(array) else shards_of(array)
+            for shard in parts:
+                if isinstance(shard, PromisedShard):
+                    data = shard.promise.value
+                else:
+                    data = shard.data if isinstance(shard, HostShard) else shard
+                if isinstance(data, (bytes, bytearray)):
+                    sizes[id(data)] = len(data)
+                elif data is not None and not isinstance(data, Status):
+                    sizes[id(data)] = data.nbytes
+        return sum(sizes.values())
+
     def set(self, number: int, group: Group) -> None:
         """Bind a group."""
         self._groups[number] = group
+        if group.in_host_memory:
+            self._in_host_memory[number] = group
 
     def poison(self, number: int, devices: tuple[int, ...], status: Status) -> None:
         """Bind an error to a group."""
@@ -267,7 +303,9 @@ class BufferStore:
     def free(self, numbers: list[int]) -> None:
         """Forget groups."""
         for number in numbers:
-            self._groups.pop(number, None)
+            group = self._groups.pop(number, None)
+            if group is not None and group.in_host_memory:
+                del self._in_host_memory[number]
 
     def group(self, number: int) -> Group:
         """A group by number.
@@ -315,8 +353,9 @@ class BufferStore:
             shards[device] = shard
         if isinstance(shard, HostShard):
             shard = runtime.put(shard.data, device, shard.memory_kind)
-            shards[device] = shard
-            group.runtime = runtime
+            if not group.in_host_memory:
+                shards[device] = shard
+                group.runtime = runtime
         if isinstance(shard, Status):
             raise shard.error()
         return shard
@@ -335,7 +374,8 @@ class BufferStore:
             return group.array
         shards = [self._materialize(group, device, runtime, ended) for device in program.local]
         array = program.assemble(index, shards)
-        group.array, group.array_local = array, program.local
+        if not group.in_host_memory:
+            group.array, group.array_local = array, program.local
         return array
 
     def drain(

@@ -135,9 +135,8 @@ class Executor:
         if self.callbacks.waiting:
             outstanding = False  # it is the controller that takes its time
         completed = self._completed_before + waiters.completed + self._waits
-        self._tell(
-            ["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid())]
-        )
+        held = self.store.host_memory_bytes()
+        self._tell(["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid()), held])
 
     def _tell(self, message: list[Any]) -> None:
         try:

@@ -99,8 +99,8 @@ class ProgramOrders:
             if request is not None:
                 executor.reply_error(request, status, runtime)
             return
-        for result, output in zip(results, outputs, strict=True):
-            self._store.set(result, buffers.result_group(output, loaded.local, runtime, tainted))
+        for result, output, kind in zip(results, outputs, source.output_memory_kinds, strict=True):
+            self._store.set(result, buffers.result_group(output, loaded.local, runtime, tainted, kind))
         answer = None if request is None else executor.answer(request, runtime)
 
         def complete(_: Any, error: Status | None) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 from ridgeway.protocol.status import Status
 
 THREADS = 16
+BULK_THREADS = 2
+"""For what comes in large numbers, such as the arrays of a snapshot: enough to use the memory's speed."""
 
 Deliver = Callable[[Any, "Status | None"], None]
 """Called once with (result, None) or (None, error)."""
@@ -44,6 +46,7 @@ class Waiters:
     def __init__(self, describe: Callable[[BaseException], Status]):
         self._describe = describe
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="waiter")
+        self._bulk = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="bulk-waiter")
         self._executions: queue.SimpleQueue[tuple[Any, _Task] | None] = queue.SimpleQueue()
         self._tasks: dict[_Task, None] = {}
         self._lock = threading.Lock()
@@ -51,12 +54,12 @@ class Waiters:
         self.completed = 0
         self._completions: threading.Thread | None = None
 
-    def submit(self, wait: Callable[[], Any], deliver: Deliver, spans: bool = False) -> None:
+    def submit(self, wait: Callable[[], Any], deliver: Deliver, spans: bool = False, bulk: bool = False) -> None:
         """Run ``wait`` on a thread and deliver what it returns or raises. ``spans``: it waits for what executors
-        compute together."""
+        compute together. ``bulk``: many of these come at once, and others must not queue behind them."""
         task = self._register(deliver, spans)
         if task is not None:
-            self._pool.submit(self._run, wait, task)
+            (self._bulk if bulk else self._pool).submit(self._run, wait, task)
 
     def execution(self, token: Any, deliver: Deliver, spans: bool) -> None:
         """Deliver when an execution is complete. Executions complete in order, so one thread waits for them all."""
@@ -127,3 +130,4 @@ class Waiters:
         """Nothing waits any more: let the threads end."""
         self._executions.put(None)
         self._pool.shutdown(wait=False)
+        self._bulk.shutdown(wait=False)

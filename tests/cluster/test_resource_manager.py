@@ -6,10 +6,8 @@ from remembering_head import Answer, Head, RememberingLink
 
 from ridgeway.cluster.compilers import Compiler
 from ridgeway.cluster.executor_link import ExecutorLink
-from ridgeway.cluster.resource_manager import EXPECTED_FOR_SECONDS
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status
-from ridgeway.settings import Settings
 from ridgeway.transport import frames
 
 # ---- who has which devices
@@ -329,105 +327,7 @@ def test_an_execution_on_one_executor_is_nobody_elses_business() -> None:
     assert head.sent(executors[1], "abort") == []
 
 
-# ---- held work
-
-
-def test_work_on_a_slice_that_nothing_is_known_of_is_not_held() -> None:
-    head = Head()
-    executors = head.hosts()
-    assert head.manager.hold_for((2, 3)) is None
-    head.close_agent(executors[1])
-    assert head.manager.hold_for((2, 3)) is None
-
-
-def test_work_on_a_slice_that_is_joining_is_held_until_it_is_up() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.close_executor(executors[1])
-    hold = head.manager.hold_for((2, 3))
-    assert hold is not None
-    assert head.manager.hold_for((3,)) is hold
-    answer = Answer()
-    hold.defer(answer)
-    head.wait(1.0)
-    assert answer.answers == []
-    head.executor(executors[1].agent)
-    assert answer.answers == [None]
-    assert "probe_held" in head.kinds()
-    assert ("probe_answered", {"slice": 1, "held_seconds": 1.0, "ok": True}) in head.events
-    assert head.manager.hold_for((2, 3)) is None
-
-
-def test_work_over_several_slices_is_not_held() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.close_executor(executors[1])
-    assert head.manager.hold_for((1, 2)) is None
-
-
-def test_held_work_fails_with_the_loss_when_its_time_is_over() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.close_executor(executors[1], "it was killed")
-    hold = head.manager.hold_for((2, 3))
-    assert hold is not None
-    answer = Answer()
-    hold.defer(answer)
-    head.wait(10.1)
-    (error,) = answer.answers
-    assert error is not None
-    assert "it was killed" in error.message
-    # The next question is held anew.
-    assert head.manager.hold_for((2, 3)) not in (None, hold)
-
-
-def test_held_work_over_its_limit_fails_at_once() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.close_executor(executors[1])
-    hold = head.manager.hold_for((2, 3))
-    assert hold is not None
-    answers = [Answer() for _ in range(4)]
-    for answer in answers:
-        hold.defer(answer)
-    assert [len(answer.answers) for answer in answers] == [0, 0, 0, 1]
-    (error,) = answers[3].answers
-    assert error is not None
-    assert error.code is Code.RESOURCE_EXHAUSTED
-    assert "pending_order_limit" in error.message
-
-
-def test_nothing_is_held_when_holding_is_switched_off() -> None:
-    head = Head(settings=Settings(probe_hold_seconds=0.0))
-    executors = head.hosts()
-    head.close_executor(executors[1])
-    assert head.manager.hold_for((2, 3)) is None
-
-
-def test_work_is_held_for_a_replacement_that_the_launcher_has_announced() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.close_agent(executors[1])
-    head.manager.expect(1)
-    assert head.manager.hold_for((2, 3)) is not None
-    assert head.manager.hold_for((4,)) is None
-
-
-def test_an_announcement_that_was_faster_than_the_news_of_the_loss_counts() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.manager.expect(1)
-    head.close_agent(executors[1])
-    assert head.manager.hold_for((2, 3)) is not None
-
-
-def test_an_announcement_is_forgotten_when_nobody_comes() -> None:
-    head = Head()
-    executors = head.hosts()
-    head.close_agent(executors[1])
-    head.manager.expect(1)
-    head.wait(EXPECTED_FOR_SECONDS + 0.1)
-    assert head.manager.hold_for((2, 3)) is None
+# ---- slices that are given up
 
 
 def test_work_for_a_slice_that_is_given_up_fails_for_good_and_says_why() -> None:

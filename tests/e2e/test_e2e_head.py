@@ -3,23 +3,15 @@
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Sequence
 
 import e2e_harness as harness
+from cluster_by_hand import SECRET, free_port
 from e2e_harness import Cluster, Place, Running, is_gone, total, until, wait_gone
 
 pytestmark = harness.MARKS
 
-SECRET = "an end-to-end test's secret"
 TRY = "result = float(mix(sharded(devices_of(0, 1)), 3).sum())"
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_head(place: Place, port: int, *settings: str) -> tuple[Running, Cluster]:

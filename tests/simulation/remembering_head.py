@@ -121,6 +121,10 @@ class Head:
         membership = self.manager.membership
         self.manager.apply(membership.agent_closed(self.now, executor.agent, description))
 
+    def told(self) -> None:
+        """A controller reads of a loss."""
+        self.manager.holds.told(self.now)
+
     def wait(self, seconds: float) -> None:
         """Time passes in ticks; everybody says that he lives."""
         end = self.now + seconds

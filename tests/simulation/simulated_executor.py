@@ -80,7 +80,7 @@ class SimulatedExecutor(BufferHolder):
     def heartbeat(self) -> None:
         outstanding = self._dispatched < self._received or len(self.waiters.tasks) > 0
         completed = self._completed_before + self.waiters.completed
-        self.send(["heartbeat", self._dispatched, completed, outstanding, 0])
+        self.send(["heartbeat", self._dispatched, completed, outstanding, 0, 0])
 
     async def _run_orders(self) -> None:
         while True:
