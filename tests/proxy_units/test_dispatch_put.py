@@ -120,6 +120,7 @@ def test_an_array_for_a_host_on_its_way_back_is_held_with_its_buffers(session: S
     single.MergeFromString(shardings.single_device_sharding_proto(2))
     array = Array(KIND_U8, (3,), shardings.parse(single))
     session.head.close_executor(session.executors[1])
+    session.head.told()
     session.buffers.put(1, b"abc")
     session.dispatcher.put(array, [HostPart(range(1), (3,), None, 1)], session.buffers)
     assert array.held is not None
