@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--minimum-slices", type=int, help="go on with as many; default: wait for all")
     parser.add_argument("--max-attempts", type=int, default=10)
     parser.add_argument("--slice-timeout-seconds", type=float, default=300.0, help="longest wait for slices")
+    parser.add_argument("--poll-seconds", type=float, default=10.0, help="between two looks at slices that are away")
     args = parser.parse_args()
     pathwaysutils.initialize()
     print(f"start pid {os.getpid()}", flush=True)
@@ -117,6 +118,7 @@ def main() -> None:
         manager = Manager()
         retry = manager.elastic_retry(
             minimum_slice_count=args.minimum_slices,
+            poll_interval=args.poll_seconds,
             timeout=args.slice_timeout_seconds,
             retry_policy=ElasticRetryLimit(args.max_attempts),
         )

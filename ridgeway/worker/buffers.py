@@ -32,6 +32,8 @@ HOST_MEMORY_KINDS = frozenset({"pinned_host", "unpinned_host"})
 """Memory kinds whose bytes are this process's own, outside all clients."""
 COPIED_AT_ONCE_BYTES = 64 << 20
 """Of a large shard that is brought to host memory: the head hears of progress after each part."""
+LOST_PEERS_KEPT = 4096
+"""An order that names a lost executor is at most as old as the queue of orders."""
 LOOK_SECONDS = 0.1
 """How often an order that waits for bytes looks whether it still should."""
 
@@ -46,9 +48,6 @@ def _never() -> Status | None:
 def _nothing() -> None:
     return None
 
-
-LOST_PEERS_KEPT = 4096
-"""An order that names a lost executor is at most as old as the queue of orders."""
 
 
 class WaitEnded(StatusError):

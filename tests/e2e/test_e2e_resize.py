@@ -12,7 +12,7 @@ pytestmark = [*harness.MARKS, pytest.mark.maxtext]
 
 STEPS = 4000
 """More than are ever done: the test ends the run by what it has seen, not by its length."""
-MINIMUM = ("--minimum-slices", "2", "--max-attempts", "20", "--checkpoint-period", "10")
+MINIMUM = ("--minimum-slices", "2", "--poll-seconds", "2", "--checkpoint-period", "10")
 
 
 def restored(run: Running) -> list[tuple[int, int]]:
@@ -74,10 +74,9 @@ jax.block_until_ready((kept, pinned))
             assert after[slot].restarts == 0
         assert cluster.events(since, "executor_recycled") == []
         assert holder.run("result = [float(x.sum()) for x in (*kept, *pinned)]") == [harness.total(2)] * 4
-    # A step that was done on four devices and again on six has nearly the same loss: the batch is the same.
-    both = [loss for number, loss in harness.LOSSES.findall(run.output) if int(number) == step + 1]
-    assert len(both) >= 2
-    assert [float(loss) for loss in both] == pytest.approx([float(both[0])] * len(both), rel=1e-3)
+    # No step was left out.
+    done = list(losses(run.output))
+    assert done == list(range(len(done)))
     run.process.kill()
     run.wait()
     by_hand.end()
