@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 SURVIVORS_ARGS ?=
 CONFORMANCE_ARGS ?=
 
-.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors conformance lock clean distclean
+.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors persistence conformance lock clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ bench: setup ## Time recovery and steps, beside native multi-controller jax (min
 
 survivors: setup ## 50 kills at bad moments under overlapping device sets; writes docs/results/survivors.* (minutes)
 	$(PY) -m benchmarks.survivors $(SURVIVORS_ARGS)
+
+persistence: setup ## Save and restore 4.5 GiB with a head capped under 1 GB; writes docs/results/persistence.* (minutes)
+	$(PY) -m benchmarks.persistence $(PERSISTENCE_ARGS)
 
 conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of them, of the installed version> (hours)
 	@test -n "$(JAX_TESTS)" || { echo "say where JAX's test files are: make conformance JAX_TESTS=<folder>" >&2; exit 2; }

@@ -214,7 +214,12 @@ class _Stored:
         with self._lock:
             if self._array is None:
                 # tensorstore is large: an executor that is never asked to persist anything does without.
-                from ridgeway.worker.storage import StoredArray
+                try:
+                    from ridgeway.worker.storage import StoredArray
+                except ImportError as error:
+                    raise statuses.failed_precondition(
+                        f"arrays are kept with tensorstore, which this worker does not have ({error}): install it there"
+                    ).error() from error
 
                 location, name, kind, shape, chunk = self._described
                 self._array = StoredArray(parse_location(location), name, kind, tuple(shape), tuple(chunk))

@@ -15,13 +15,13 @@ Nothing here is quick: it runs on threads of its own.
 """
 
 import errno
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,8 +36,8 @@ from ridgeway.protocol.status import Code, Status, StatusError
 ZARR2_MARK, ZARR3_MARK, OCDBT_MARK = ".zarray", "zarr.json", "manifest.ocdbt"
 SLAB_BYTES = 64 << 20
 """About how much is read or written at once, between two looks at the clock."""
-DISCARD_ATTEMPTS = 20
-DISCARD_PAUSE_SECONDS = 0.05
+UNDER_WAY_SECONDS = 30.0
+"""How long a chunk that is being written may take after its request was called off or late."""
 _CHUNK_KEY = re.compile(r"\d+(?:\.\d+)*")
 
 Remaining = Callable[[], float]
@@ -86,9 +86,14 @@ class StoredArray:
         with explained(f"{self} could not be written"):
             store = self._opened(lambda: self._open_to_write(write, remaining))
             rows = self.chunk[0] if self.chunk else 1
-            for where in _slabs(start, data.shape, rows, data.itemsize):
-                mine = tuple(slice(w.start - s, w.stop - s) for w, s in zip(where, start, strict=True))
-                store[where].write(data[mine]).result(timeout=remaining())
+            for slab in _slabs(start, data.shape, rows, data.itemsize):
+                # Each chunk is waited for, also when another one has failed: what failed is removed afterwards, and no
+                # late chunk may put it back. tensorstore's result of a larger write is there with its first error.
+                remaining()
+                writing = [store[where].write(data[_within(where, start)]) for where in _chunks(slab, self.chunk)]
+                errors = [error for future in writing if (error := _outcome(future, remaining)) is not None]
+                if errors:
+                    raise errors[0]
 
     def _open_to_write(self, write: str, remaining: Remaining) -> Any:
         self._refuse_what_is_no_array()
@@ -127,15 +132,8 @@ class StoredArray:
 
     def discard(self, write: str) -> None:
         """Remove what a write that failed has left."""
-        if not self.location.is_local:
-            return
-        folder = self._while_writing(write).path
-        for _ in range(DISCARD_ATTEMPTS):
-            shutil.rmtree(folder, ignore_errors=True)
-            # When one chunk fails, others are still being written, and make the folder anew.
-            time.sleep(DISCARD_PAUSE_SECONDS)
-            if not os.path.exists(folder):
-                return
+        if self.location.is_local:
+            shutil.rmtree(self._while_writing(write).path, ignore_errors=True)
 
     def _while_writing(self, write: str) -> Location:
         return self.location.folder(f"{self.name}.partial-{write}" if self.location.is_local else self.name)
@@ -218,8 +216,7 @@ class StoredArray:
             data = np.empty(shape, self.dtype)
             rows = store.chunk_layout.read_chunk.shape[0] if self.shape else 1
             for where in _slabs(start, shape, rows, data.itemsize):
-                mine = tuple(slice(w.start - s, w.stop - s) for w, s in zip(where, start, strict=True))
-                data[mine] = store[where].read(order="C").result(timeout=remaining())
+                data[_within(where, start)] = store[where].read(order="C").result(timeout=remaining())
             return data
 
     def _open_to_read(self, remaining: Remaining) -> Any:
@@ -274,6 +271,34 @@ def _slabs(
         stop = min(end, (begin // rows + 1) * rows)
         yield (slice(begin, stop), *rest)
         begin = stop
+
+
+def _chunks(region: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """The chunks that a region consists of."""
+    ranges = [
+        [slice(begin, min(begin + size, part.stop)) for begin in range(part.start, part.stop, size)]
+        for part, size in zip(region, chunk, strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+def _within(where: tuple[slice, ...], start: tuple[int, ...]) -> tuple[slice, ...]:
+    """A region in coordinates that begin at ``start``."""
+    return tuple(slice(part.start - s, part.stop - s) for part, s in zip(where, start, strict=True))
+
+
+def _outcome(future: Any, remaining: Remaining) -> Exception | None:
+    """The error of a write that is under way, which being called off does not end."""
+    called_off = None
+    try:
+        seconds = remaining()
+    except StatusError as error:
+        called_off, seconds = error, UNDER_WAY_SECONDS
+    try:
+        future.result(timeout=seconds)
+    except Exception as error:
+        return called_off or error
+    return called_off
 
 
 # ---- errors

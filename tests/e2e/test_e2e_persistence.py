@@ -299,3 +299,20 @@ def test_an_array_that_was_lost_is_not_written(cluster: Cluster, program: Contro
     text = program.error_of(f"write({str(tmp_path / 'new')!r}, ['all'], [state['all']]).result()")
     assert text.startswith("DATA_LOSS: ") and "slice 0 host 0" in text, text
     assert not (tmp_path / "new").exists()
+
+
+EXAMPLE = harness.ROOT / "examples" / "persistent_checkpoints.py"
+
+
+def test_the_example_goes_on_natively_from_what_workers_wrote(cluster: Cluster, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    command = [harness.sys.executable, str(EXAMPLE), "--checkpoints", str(kept), "--checkpoint-period", "4"]
+    first = cluster.start(*command, "--steps", "9")
+    assert first.wait() == 0, first.describe()
+    assert first.stdout[-1] == "checkpoints: [4, 8]"
+    losses = harness.losses(first.output)
+    assert list(losses) == list(range(1, 10))
+    native = cluster.place.start([*command, "--steps", "3"], JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="4")
+    assert native.wait() == 0, native.describe()
+    assert native.stdout[0] == "restored step 8 on 4 devices"
+    assert float(harness.losses(native.output)[9]) == pytest.approx(float(losses[9]), rel=1e-5)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -153,16 +154,16 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "flipped": lambda w: flip(w / "1.0"),
     "truncated": lambda w: os.truncate(w / "1.0", 40),
     "empty": lambda w: os.truncate(w / "1.0", 0),
     "missing": lambda w: (w / "1.0").unlink(),
-    "no mark": lambda w: [(w / mark).unlink() for mark in (".zarray", "zarr.json")] and None,
-    "bad mark": lambda w: os.truncate(w / ".zarray", 30) or None,
+    "no mark": lambda w: [(w / mark).unlink() for mark in (".zarray", "zarr.json")],
+    "bad mark": lambda w: os.truncate(w / ".zarray", 30),
     "other chunks": lambda w: (w / ".zarray").write_text(
         json.dumps(json.loads((w / ".zarray").read_text()) | {"chunks": [8, 8]})
-    ) and None,
+    ),
     "gone": lambda w: shutil.rmtree(w),
 }  # fmt: skip
 
@@ -251,3 +252,23 @@ def test_a_deadline_is_kept() -> None:
 def test_no_error_of_storage_looks_like_a_lost_slice(word: str) -> None:
     status = describe(ValueError(f"{word}: Error reading /a/{word}/b"))
     assert not any(code.name in str(status) for code in statuses.RETRIED_CODES), status
+
+
+@pytest.mark.parametrize("calls", [2, 3, 4])
+def test_being_called_off_waits_for_the_chunk_that_is_being_written(tmp_path: Path, calls: int) -> None:
+    """Whatever a stopped write has begun is there when it returns: what is removed then does not come back."""
+    large = np.ones((512, 1024), np.float32)
+    array = stored(tmp_path, shape=large.shape, chunk=(32, 1024))
+    left = iter(range(calls))
+
+    def remaining() -> float:
+        if next(left, None) is None:
+            raise statuses.data_loss("another executor was lost").error()
+        return 30.0
+
+    with pytest.raises(StatusError, match="another executor was lost"):
+        array.write("1", (0, 0), large, remaining)
+    array.discard("1")
+    assert os.listdir(tmp_path) == []
+    time.sleep(0.05)
+    assert os.listdir(tmp_path) == []
