@@ -1,0 +1,1 @@
+"""Makes `places` importable for the tests of every package."""
