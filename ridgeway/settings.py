@@ -83,6 +83,8 @@ class Settings:
     """Bytes of host buffers one session may have waiting on the head."""
     compile_cache_limit_bytes: int = 4 << 30
     """Size of the persistent compile cache."""
+    goodput_report_seconds: float = 10.0
+    """How often it is recorded what a session's time was spent on (event `goodput`), if that has changed."""
     event_limit: int = 100_000
     """Events kept in the head's memory (all of them go to the event file)."""
     spare_rendezvous_services: int = 2

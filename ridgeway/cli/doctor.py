@@ -5,8 +5,10 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +17,7 @@ from ridgeway.cli import options
 
 OK, NOTE, PROBLEM = "ok", "note", "PROBLEM"
 OLDEST_PYTHON = (3, 12)
+CONNECT_TIMEOUT_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +79,50 @@ def check_environment(environment: Mapping[str, str]) -> Finding:
             "export JAX_BACKEND_TARGET=grpc://127.0.0.1:29000",
         )
     return Finding(OK, "environment", f"JAX programs of this shell connect to {target}")
+
+
+def check_target(environment: Mapping[str, str], connect: Callable[[str, int], None]) -> Finding | None:
+    """Whether anything listens where a JAX program of this shell would connect to; None if it would connect nowhere.
+
+    Args:
+      connect: makes a connection to a host and port and closes it.
+    """
+    target = environment.get("JAX_BACKEND_TARGET", "")
+    platforms = [name.strip() for name in environment.get("JAX_PLATFORMS", "").split(",")]
+    if "proxy" not in platforms or not target.startswith("grpc://"):
+        return None
+    host, _, port = target.removeprefix("grpc://").rstrip("/").rpartition(":")
+    if not host or not port.isdecimal():
+        return Finding(
+            PROBLEM, "proxy", f"JAX_BACKEND_TARGET is {target!r}, not grpc://HOST:PORT: jax's client cannot connect"
+        )
+    try:
+        connect(host.strip("[]"), int(port))
+    except OSError as error:
+        return Finding(
+            PROBLEM, "proxy", f"nothing answers at {target} ({error.strerror or error}): start a cluster with "
+            "`ridgeway up`, or correct JAX_BACKEND_TARGET",
+        )  # fmt: skip
+    return Finding(OK, "proxy", f"something listens at {target}")
+
+
+def _connect(host: str, port: int) -> None:
+    socket.create_connection((host, port), CONNECT_TIMEOUT_SECONDS).close()
+
+
+def check_cache(folder: Path, limit_bytes: int) -> Finding:
+    """The compile cache."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Finding(
+            NOTE, "compiled", f"cannot write to {existing}, so programs are compiled anew in each run; "
+            "set XDG_CACHE_HOME to a folder of yours",
+        )  # fmt: skip
+    limit, free = limit_bytes / (1 << 30), shutil.disk_usage(existing).free / (1 << 30)
+    text = f"compiled programs are kept in {folder}, up to {limit:.1f} GiB (compile_cache_limit_bytes)"
+    if free < limit:
+        return Finding(NOTE, "compiled", f"{text}, but only {free:.1f} GiB are free there")
+    return Finding(OK, "compiled", text)
 
 
 def check_ports(running: list[str]) -> list[Finding]:
@@ -150,7 +197,8 @@ def check_folders() -> Finding:
 @click.option("--settings", "list_settings", is_flag=True, help="List every setting with its value and stop.")
 def doctor(list_settings: bool) -> int:
     """Check this machine and this shell; exit code 1 if something would not work."""
-    from ridgeway.launch import checks, cluster_folder
+    from ridgeway.launch import checks, cluster_folder, local
+    from ridgeway.settings import Settings, load_settings
 
     if list_settings:
         return _list_settings()
@@ -158,14 +206,23 @@ def doctor(list_settings: bool) -> int:
         running = cluster_folder.running_clusters()
     except cluster_folder.ClusterError:
         running = []
+    problems = []
+    try:
+        settings = load_settings()
+    except ValueError as error:
+        settings = Settings()
+        problems = [Finding(PROBLEM, "settings", f"environment: {error}; correct or unset that RIDGEWAY_ variable")]
     findings = [
+        *problems,
         check_python(sys.version_info[:3]),
         check_jax(importlib.metadata.version),
         check_environment(os.environ),
+        *([target] if (target := check_target(os.environ, _connect)) is not None else []),
         *check_ports(running),
         check_memory(checks.available_bytes()),
         check_kernel(platform.system()),
         check_folders(),
+        check_cache(local.cache_folder(), settings.compile_cache_limit_bytes),
         check_namespaces(),
     ]
     _show(findings)

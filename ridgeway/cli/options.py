@@ -90,6 +90,10 @@ def ports(function: Callable) -> Callable:
     port = click.IntRange(0, 65535)
     for option in (
         click.option(
+            "--metrics-port", type=port, default=None, metavar="N",
+            help="Serve Prometheus metrics on this port; 0: any free one.  [default: none]",
+        ),
+        click.option(
             "--cluster-port", type=port, default=DEFAULT_CLUSTER_PORT, show_default=True,
             help="Port for workers and commands; 0: any free one.",
         ),
@@ -149,6 +153,8 @@ def read_local_options(values: dict[str, Any], command: tuple[str, ...] | None) 
         raise checks.CheckError(f"--proxy-port and --cluster-port are both {values['proxy_port']}; they must differ")
     checks.check_port_free("127.0.0.1", values["proxy_port"], "--proxy-port")
     checks.check_port_free("127.0.0.1", values["cluster_port"], "--cluster-port")
+    if values["metrics_port"] is not None:
+        checks.check_port_free("127.0.0.1", values["metrics_port"], "--metrics-port")
     if not values["allow_overcommit"]:
         checks.check_memory(topology, values["standby"], checks.available_bytes())
     limit = values["max_slice_restarts"]
@@ -160,6 +166,7 @@ def read_local_options(values: dict[str, Any], command: tuple[str, ...] | None) 
         replacement_delay_seconds=values["replacement_delay_seconds"],
         proxy_port=values["proxy_port"],
         cluster_port=values["cluster_port"],
+        metrics_port=values["metrics_port"],
         settings=values["settings"],
         start_timeout_seconds=values["start_timeout_seconds"],
         command=command,

@@ -30,6 +30,13 @@ from ridgeway.cli import options
     help="Address that JAX programs connect to. They are not authenticated: keep it to this host.",
 )
 @click.option(
+    "--metrics-host",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="A",
+    help="Address that Prometheus connects to, with --metrics-port.",
+)
+@click.option(
     "--secret-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="PATH",
@@ -54,8 +61,9 @@ def head(secret_file: Path | None, **values: Any) -> int:  # fmt: skip
     name = check_name(values["name"] or DEFAULT_NAME)
     options.check_not_running(name)
     secret = _head_secret(secret_file)
-    for kind in ("cluster", "proxy"):
-        checks.check_port_free(values[f"{kind}_host"], values[f"{kind}_port"], f"--{kind}-port")
+    for kind in ("cluster", "proxy", "metrics"):
+        if values[f"{kind}_port"] is not None:
+            checks.check_port_free(values[f"{kind}_host"], values[f"{kind}_port"], f"--{kind}-port")
     local = LocalOptions(
         name=name,
         topology=shape,
@@ -63,6 +71,8 @@ def head(secret_file: Path | None, **values: Any) -> int:  # fmt: skip
         cluster_port=values["cluster_port"],
         proxy_host=values["proxy_host"],
         proxy_port=values["proxy_port"],
+        metrics_host=values["metrics_host"],
+        metrics_port=values["metrics_port"],
         settings=values["settings"],
         with_workers=False,
         secret=secret,

@@ -69,7 +69,7 @@ def events(name: str | None, follow: bool, since: int, kinds: tuple[str, ...], a
     return 0
 
 
-@click.command(short_help="Show where the time of each recovery went.")
+@click.command(short_help="Show where the time of recoveries and sessions went.")
 @options.cluster_name
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.option(
@@ -81,7 +81,7 @@ def events(name: str | None, follow: bool, since: int, kinds: tuple[str, ...], a
     help="An event file to read instead of a cluster's.",
 )  # fmt: skip
 def timeline(name: str | None, as_json: bool, output: Path | None, png: Path | None, file: Path | None) -> int:
-    """Show where the time of each recovery went, from the loss to the next step."""
+    """Show where the time of each recovery went, from the loss to the next step, and that of each session."""
     from ridgeway.launch import cluster_folder
     from ridgeway.timeline import report
 

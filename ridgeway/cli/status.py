@@ -37,6 +37,8 @@ def show(state: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ridgeway.timeline import goodput
+
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=NARROWEST_COLUMNS + 20)
@@ -80,11 +82,20 @@ def show(state: dict[str, Any]) -> None:
     for session in state["sessions"]:
         console.print(
             f"session {session['session']} {session['client']}: {session['arrays']} arrays "
-            f"({_bytes(session['bytes'])}), {session['executables']} executables, "
+            f"({_bytes(session.get('array_bytes', 0))}), {session['executables']} executables, "
             f"for {_duration(session['age_seconds'])}"
         )
+        if session.get("goodput"):
+            console.print(f"  {goodput.describe(session['goodput'])}")
     cache = state.get("compile_cache") or {}
-    console.print(f"compile cache: {cache.get('hits', 0)} hits, {cache.get('misses', 0)} misses")
+    line = f"compile cache: {cache.get('hits', 0)} hits, {cache.get('misses', 0)} misses"
+    if cache.get("folder"):
+        line += f"; {_bytes(cache['bytes'])} of {_bytes(cache['limit_bytes'])} in {cache['folder']}"
+    console.print(line, soft_wrap=True)
+    if cache.get("problem"):
+        console.print(f"programs are not kept: {cache['problem']}", soft_wrap=True)
+    if state.get("metrics_address"):
+        console.print(f"metrics: http://{state['metrics_address']}/metrics", soft_wrap=True)
     console.print(f"logs: {state['logs_folder']}", soft_wrap=True)
     sys.stdout.flush()
 

@@ -33,14 +33,18 @@ class CompilerPool:
         self._settings = settings
         self._emit = emit
         self._compilers: dict[int, Compiler] = {}
-        self._environment: str | None = None
+        self._environments: set[str] = set()
         self._next_request = 0
         self._joined = asyncio.Event()
 
     @property
     def environment(self) -> str | None:
-        """What the compilers' environment says that changes code; None before the first compiler has joined."""
-        return self._environment
+        """What the compilers say of their hosts that changes code; None before the first compiler has joined.
+
+        Any of them may compile, so it is all of them together where they differ, also after one has left: what was
+        compiled on it may still be used.
+        """
+        return " | ".join(sorted(self._environments)) or None
 
     async def known_environment(self) -> str:
         """`environment`, once it is known.
@@ -48,13 +52,19 @@ class CompilerPool:
         Raises:
           statuses.StatusError: no compiler joined in time.
         """
-        if self._environment is None:
+        if not self._environments:
             await self._choose(asyncio.get_running_loop().time() + self._settings.compile_timeout_seconds)
-        return self._environment or ""
+        return self.environment or ""
 
     def add(self, compiler: Compiler) -> None:
         """A compiler joined."""
-        self._environment = compiler.environment
+        if self._environments and compiler.environment not in self._environments:
+            # Nothing else tells of it before a program meets an instruction that its host does not have.
+            self._emit(
+                "compilers_differ", compiler=compiler.number, environment=compiler.environment,
+                others=sorted(self._environments),
+            )  # fmt: skip
+        self._environments.add(compiler.environment)
         self._compilers[compiler.number] = compiler
         self._joined.set()
 

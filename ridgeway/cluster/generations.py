@@ -115,9 +115,9 @@ class Generations:
         return [Enter(generation.number, generation.members)]
 
     def entered(self, executor: int, number: int) -> list[Effect]:
-        """A member has made its client."""
+        """A member has made its client. Said again, or by somebody who is lost, it means nothing."""
         generation = self.generations.get(number)
-        if generation is None:
+        if generation is None or executor not in generation.remaining or executor in generation.entered:
             return []
         effects = self._detach_from_earlier(executor, number)
         generation.entered.add(executor)

@@ -24,7 +24,7 @@ from ridgeway.launch.narration import narrate, to_policy
 from ridgeway.transport.authentication import new_secret
 
 #: The head says this once it serves.
-_READY_LINE = re.compile(r"READY cluster=(\S+):(\d+) proxy=(\S+):(\d+)")
+_READY_LINE = re.compile(r"READY cluster=(\S+):(\d+) proxy=(\S+):(\d+)(?: metrics=(\S+))?")
 
 #: How long each stage of taking the cluster down may take: by the head's word, by SIGTERM, by SIGKILL.
 STOP_STAGE_SECONDS = 3.0
@@ -50,6 +50,9 @@ class LocalOptions:
     cluster_port: int = 29001
     proxy_host: str = "127.0.0.1"
     proxy_port: int = 29000
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
+    """Where the head serves Prometheus metrics; None: nowhere."""
     settings: tuple[str, ...] = ()
     """``name=value`` for the head; it sends them on to the workers."""
     start_timeout_seconds: float = 120.0
@@ -190,6 +193,8 @@ class LocalCluster:
             "--events", str(logs / "events.jsonl"),
             "--cache-folder", str(cache_folder()),
         ]  # fmt: skip
+        if options.metrics_port is not None:
+            command += ["--metrics-host", options.metrics_host, "--metrics-port", str(options.metrics_port)]
         for setting in options.settings:
             command += ["--set", setting]
         self._head = head = await spawn(command, runtime_environment(os.environ, self._secret), log, stdout_pipe=True)
@@ -219,6 +224,8 @@ class LocalCluster:
         assert self._folder is not None
         self._folder.write(self.record)
         self._say(f"head is up (pid {head.pid}): proxy on {ready[3]}:{ready[4]}, workers on {ready[1]}:{ready[2]}")
+        if options.metrics_port is not None:
+            self._say(f"metrics at http://{ready[5]}/metrics")
         linked = asyncio.Event()
         self._task(self._follow_head(linked))
         await self._first(linked.wait())

@@ -32,6 +32,11 @@ def narrate(event: Event) -> str | None:
             hosts = "1 host" if len(members) == 1 else f"{len(members)} hosts"
             seconds = event.get("seconds") or 0.0
             return f"generation {event['generation']} of {hosts} (slices {slices}) made in {seconds:.2f} s"
+        case "compilers_differ":
+            return (
+                "the hosts' CPUs or XLA flags differ, and a program compiled on one may not run on another "
+                f"({event['environment']} beside {', '.join(event['others'])})"
+            )
         case "session_started":
             return f"a program has connected (session {event['session']})"
         case "session_ended":

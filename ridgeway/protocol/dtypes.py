@@ -118,6 +118,12 @@ def dtype_of_kind(kind: int) -> np.dtype:
     return dtype
 
 
+def array_bytes(kind: int, shape: Sequence[int]) -> int:
+    """Bytes of an array's elements, one copy of them; 0 for strings and for kinds without host values."""
+    dtype = _DTYPE_BY_KIND.get(kind)
+    return 0 if dtype is None or kind == KIND_STRING else math.prod(shape) * dtype.itemsize
+
+
 def kind_of_dtype(dtype: np.dtype | type) -> int:
     """The `DTypeProto.Kind` of a numpy dtype.
 

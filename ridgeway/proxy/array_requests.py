@@ -10,6 +10,7 @@ from ridgeway.protocol.shardings import Sharding, Tiling
 from ridgeway.protocol.status import Status, status_from_proto
 from ridgeway.proxy.arrays import Array, StringShard
 from ridgeway.proxy.dispatch import HostPart, defer
+from ridgeway.proxy.executables import DEFAULT_MEMORY_KIND
 from ridgeway.proxy.movement import memory_kind_of
 from ridgeway.proxy.services import Handler
 from ridgeway.proxy.session import LATER, Session
@@ -273,8 +274,20 @@ def copy_arrays(session: Session, request: Any, response: Any, later: Later) -> 
             target.fail(statuses.invalid_argument(
                 f"copying an array with {len(source.devices)} shards to {len(devices)} devices"))
             continue
+        _observe_copy(session, source, target)
         session.services.dispatcher.copy(source, target, request.copy_semantics != ALWAYS_COPY)
     _give_away(request, sources)
+
+
+def _observe_copy(session: Session, source: Array, target: Array) -> None:
+    """Copies from devices to host memory and back are how snapshots are taken and restored."""
+    to_devices, from_devices = (memory_kind_of(array) == DEFAULT_MEMORY_KIND for array in (target, source))
+    if to_devices != from_devices:
+        size = dtypes.array_bytes(source.kind, source.shape)
+        if to_devices:
+            session.services.observer.restored(session, size)
+        else:
+            session.services.observer.saving(session, size)(source.error is None)
 
 
 def reshard_arrays(session: Session, request: Any, response: Any, later: Later) -> None:
@@ -405,14 +418,17 @@ def copy_to_host_buffer(session: Session, request: Any, response: Any, later: La
                 error = full.status
         if error is not None:
             session.buffers.fail(handle, error)
-        later(error)
+        answer(error)
 
+    size = dtypes.array_bytes(array.kind, array.shape)
+    answer = session.services.observer.fetching(session, size, later)
     session.services.dispatcher.fetch(array, _strides(request), fetched)
     return LATER
 
 
 def check_value_ready(session: Session, request: Any, response: Any, later: Later) -> Any:
-    session.services.dispatcher.ready([session.array(handle) for handle in request.value_handles], later)
+    arrays = [session.array(handle) for handle in request.value_handles]
+    session.services.dispatcher.ready(arrays, session.services.observer.waiting(session, later))
     return LATER
 
 

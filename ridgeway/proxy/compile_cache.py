@@ -33,6 +33,8 @@ class CompileCache:
         self._limit_bytes = limit_bytes
         self.hits = 0
         self.misses = 0
+        self.kept_bytes = 0
+        """size of all kept programs, when last looked at"""
         self.problem: str | None = None
         """why programs are not kept, once writing has failed"""
         if folder is not None:
@@ -41,6 +43,7 @@ class CompileCache:
             except OSError as error:
                 self.problem = f"compile cache {folder}: {error.strerror}"
                 self._folder = None
+        self.kept_bytes = self.total_bytes()
 
     def load(self, key: str) -> tuple[dict[str, Any], bytes] | None:
         """Metadata and serialized executable, or None."""
@@ -87,6 +90,11 @@ class CompileCache:
         except OSError as error:
             self.problem = f"compile cache {self._folder}: {error.strerror or error}"
 
+    @property
+    def folder(self) -> Path | None:
+        """Where programs are kept; None: nowhere."""
+        return self._folder
+
     def total_bytes(self) -> int:
         """Size of all kept programs."""
         return sum(size for _, size, _ in self._files())
@@ -111,6 +119,7 @@ class CompileCache:
                 break
             path.unlink(missing_ok=True)
             total -= size
+        self.kept_bytes = total
         assert self._folder is not None
         abandoned = time.time() - ABANDONED_AFTER_SECONDS
         for path in self._folder.glob(_PARTIAL + "*"):

@@ -56,9 +56,13 @@ def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
     serialized_options = options.SerializeToString(deterministic=True)
 
     async def work() -> None:
-        compiled = await session.services.programs.compile(
-            program.data, serialized_options, len(assignment), len(assignment[0]), session.number
-        )
+        over = session.services.observer.compiling(session)
+        try:
+            compiled = await session.services.programs.compile(
+                program.data, serialized_options, len(assignment), len(assignment[0]), session.number
+            )
+        finally:
+            over()
         if session.ended:
             return
         callbacks = dict(session.callbacks.load(serialized) for serialized in request.host_callbacks)

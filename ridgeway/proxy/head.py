@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--proxy-host", default="127.0.0.1", help="address that the JAX program connects to; it has no authentication"
     )
     parser.add_argument("--proxy-port", type=int, default=29000)
+    parser.add_argument("--metrics-host", default="127.0.0.1", help="address that Prometheus connects to")
+    parser.add_argument("--metrics-port", type=int, default=None, help="serve Prometheus metrics; 0: any free port")
     parser.add_argument("--events", type=Path, default=None, help="file to append events to")
     parser.add_argument("--cache-folder", type=Path, default=None, help="persistent compile cache")
     parser.add_argument(
@@ -67,12 +70,14 @@ class Head:
         cache = CompileCache(options.cache_folder, self.settings.compile_cache_limit_bytes)
         self.programs = Programs(self.manager, cache, platform, self.events.emit)
         self.services = Services(self.manager, self.programs, self.settings, self.events.emit, self.versions)
+        self.events.subscribe(self.services.observer.on_event)
         for module in (array_requests, executable_requests, cluster_requests):
             self.services.handlers.update(module.HANDLERS)
         self.proxy = ProxyServer(self.services)
         self.control = Control(self.manager, self.events, self.describe, self.stop)
         self.connections = Connections(self.manager, secret, options.name, self.versions, self.control.serve)
         self.proxy_address = ""
+        self.metrics_address: str | None = None
         self.started = time.monotonic()
         self._stopping = asyncio.Event()
         self.stop_reason = ""
@@ -83,14 +88,18 @@ class Head:
         return {
             "name": self.options.name,
             "proxy_address": self.proxy_address,
+            "metrics_address": self.metrics_address,
             "uptime_seconds": round(time.monotonic() - self.started, 1),
             "sessions": [
                 {"session": s.number, "client": s.client, "arrays": len(s.arrays), "executables": len(s.executables),
-                 "bytes": s.bytes_described, "age_seconds": round(time.monotonic() - s.started, 1)}
+                 "bytes": s.bytes_described, "array_bytes": s.array_bytes,
+                 "age_seconds": round(time.monotonic() - s.started, 1), "goodput": self.services.observer.account(s)}
                 for s in self.services.sessions.values()
             ],
             "head": {"pid": os.getpid(), "memory_bytes": processes.memory_bytes(os.getpid())},
-            "compile_cache": {"hits": cache.hits, "misses": cache.misses, "problem": cache.problem},
+            "compile_cache": {"hits": cache.hits, "misses": cache.misses, "problem": cache.problem,
+                              "folder": None if cache.folder is None else str(cache.folder),
+                              "bytes": cache.kept_bytes, "limit_bytes": self.settings.compile_cache_limit_bytes},
         }  # fmt: skip
 
     def stop(self, reason: str) -> None:
@@ -114,10 +123,14 @@ class Head:
         # Ports first: the mistake that people make should be told at once.
         cluster_host, cluster_port = await self.connections.start(self.options.cluster_host, self.options.cluster_port)
         proxy_port = await self.proxy.start(self.options.proxy_host, self.options.proxy_port)
+        stop_metrics = self._serve_metrics()
         await self.rendezvous.start()
         self.proxy_address = f"{self.options.proxy_host}:{proxy_port}"
         self.events.emit("cluster_started", topology=str(self.topology), name=self.options.name)
-        print(f"READY cluster={cluster_host}:{cluster_port} proxy={self.proxy_address}", flush=True)
+        print(
+            f"READY cluster={cluster_host}:{cluster_port} proxy={self.proxy_address} metrics={self.metrics_address}",
+            flush=True,
+        )
         tasks = [asyncio.create_task(self._ticks()), asyncio.create_task(self.proxy.run_ticks())]
         stopped = asyncio.create_task(self._stopping.wait())
         try:
@@ -134,7 +147,29 @@ class Head:
             await self.proxy.stop(STOP_GRACE_SECONDS)
             await self.connections.stop()
             await self.rendezvous.stop()
+            stop_metrics()
             self.events.close()
+
+    def _serve_metrics(self) -> Callable[[], None]:
+        """Serve Prometheus, if asked to; returns what ends that.
+
+        Raises:
+          OSError: the port cannot be used.
+        """
+        port, host = self.options.metrics_port, self.options.metrics_host
+        if port is None:
+            return lambda: None
+        # Not needed otherwise, and it takes its time to import.
+        from ridgeway.timeline.metrics import Metrics
+
+        metrics = Metrics()
+        try:
+            stop = metrics.serve(port, host)
+        except OSError as error:
+            raise OSError(f"--metrics-port {port} cannot be used on {host}: {error.strerror or error}") from None
+        self.events.subscribe(metrics.observe)
+        self.metrics_address = f"{host}:{metrics.port}"
+        return stop
 
     async def _ticks(self) -> None:
         while True:
@@ -168,6 +203,8 @@ async def _run(options: argparse.Namespace, secret: str) -> None:
 
 def _explain(error: Exception, options: argparse.Namespace) -> str:
     text = str(error)
+    if text.startswith("--"):
+        return text
     if "in use" in text.lower() or "address already" in text.lower():
         return (
             f"port {options.cluster_port} or {options.proxy_port} is in use ({text}); stop what uses it, "

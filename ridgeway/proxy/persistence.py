@@ -11,7 +11,7 @@ import base64
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ridgeway.cluster.executor_link import ExecutorLink, Reply
@@ -103,7 +103,8 @@ class WriteProgram:
                 ).error()
             if argument.strings is not None:
                 raise statuses.invalid_argument(f"array {target.name!r} is of strings, which stay on the head").error()
-        _Write(session, self._targets, arguments, done).start()
+        saved = session.services.observer.saving(session, sum(_bytes(argument) for argument in arguments))
+        _Write(session, self._targets, arguments, _and_tell(saved, done)).start()
         return []
 
 
@@ -126,8 +127,17 @@ class ReadProgram:
                 devices = list(target.sharding.devices)
                 raise statuses.invalid_argument(f"reading to devices {devices}; there are 0..{known - 1}").error()
         results = [Array(target.kind, target.shape, target.sharding) for target in self._targets]
-        _Read(session, self._targets, results, done).start()
+        restored = session.services.observer.reading(session, sum(_bytes(result) for result in results))
+        _Read(session, self._targets, results, _and_tell(restored, done)).start()
         return results
+
+
+def _and_tell(ended: Callable[[bool], None], done: Done) -> Done:
+    def tell(error: Status | None) -> None:
+        ended(error is None)
+        done(error)
+
+    return tell
 
 
 def _devices(targets: Sequence[Target]) -> tuple[int, ...]:
@@ -196,10 +206,7 @@ class _Transfer:
 
 
 def _bytes(array: Array) -> int:
-    size = dtypes.dtype_of_kind(array.kind).itemsize
-    for dimension in array.shape:
-        size *= dimension
-    return size
+    return dtypes.array_bytes(array.kind, array.shape)
 
 
 class _Write(_Transfer):

@@ -74,8 +74,10 @@ class ProxyServer:
         """Apply the sessions' deadlines until cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            for session in list(self._services.sessions.values()):
+            sessions = list(self._services.sessions.values())
+            for session in sessions:
                 session.tick()
+            self._services.observer.tick(sessions)
 
     async def stop(self, grace_seconds: float) -> None:
         """Stop serving; calls in flight get the grace."""

@@ -35,13 +35,13 @@ class Services:
         self.emit = emit
         self.versions = versions
         self.dispatcher = Dispatcher(manager, programs)
-        self.observer = RecoveryObserver(manager, emit)
+        self.observer = RecoveryObserver(manager, emit, settings.goodput_report_seconds)
         self.callbacks = HostCallbackRegistry()
         manager.on_host_callback = self.callbacks.called
         self.handlers: dict[str, Handler] = {}
         self.sessions: dict[int, Session] = {}
         manager.on_generation.append(programs.preload)
-        manager.on_loss.append(lambda executor: self.observer.lost(list(self.sessions.values())))
+        manager.on_loss.append(lambda executor: self.observer.lost(list(self.sessions.values()), executor))
 
     def report_bug(self, where: str, error: BaseException) -> None:
         """Something broke that must not: keep the traceback for whoever reads the head's log."""

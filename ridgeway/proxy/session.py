@@ -223,6 +223,11 @@ class Session:
         """Host buffer bytes that the head holds for this session."""
         return self.buffers.bytes
 
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of the arrays that it has on the workers, each array counted once."""
+        return sum(dtypes.array_bytes(a.kind, a.shape) for a in self.arrays.values() if a.groups is not None)
+
     def tick(self) -> None:
         """Apply deadlines."""
         self.buffers.tick()

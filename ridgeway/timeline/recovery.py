@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from ridgeway.proxy.session_account import PROBE_PROGRAMS
 from ridgeway.timeline.phases import UNATTRIBUTED, Mark, Phase, Span, merge, share_out
 from ridgeway.timeline.stream import Moment, Run, SessionName, by_session, read_runs
 from ridgeway.timeline.windows import (
@@ -31,11 +32,6 @@ from ridgeway.timeline.windows import (
 
 #: `arrays_made` comes at the end of a window of 0.1 s. So close to a probe it may speak of the probe's own array.
 ARRAYS_MADE_WINDOW_SECONDS = 0.15
-
-#: Names of programs with which pathwaysutils asks whether a slice is up: `jax.pmap` of `_plus_one` in
-#: pathwaysutils/elastic/elastic.py (0.1.13). jax 0.12 compiles every pmap as a module `jit__fun`. An event
-#: may also say `"probe": true` itself.
-PROBE_PROGRAMS = frozenset({"jit__fun", "pmap__plus_one", "jit__plus_one"})
 
 RESUME = "resume"
 RESIZE = "resize"
@@ -404,6 +400,7 @@ class _Account:
         ]
 
     def _is_probe(self, moment: Moment) -> bool:
+        """By its name, or because the event says so itself."""
         name = moment.text("name")
         return moment.flag("probe") or (name in PROBE_PROGRAMS and name != self._window.step)
 

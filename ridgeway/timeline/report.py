@@ -1,4 +1,4 @@
-"""Recoveries for people and for programs: tables as text, JSON, and (from `plots`) a picture.
+"""Recoveries and goodput for people and for programs: tables as text, JSON, and (from `plots`) a picture.
 
 The JSON form (`SCHEMA`); times are wall seconds since 1970, all else in seconds is relative::
 
@@ -22,7 +22,15 @@ The JSON form (`SCHEMA`); times are wall seconds since 1970, all else in seconds
        "count": int,                   recoveries of sessions that a loss disturbed and that step again
        "median_seconds": float | null, "max_seconds": float | null,
        "undisturbed": int, "repaired": int, "session_ended": int, "unfinished": int,
-       "phases": {name: {"count", "median_seconds", "max_seconds"}}}}          over those that have it
+       "phases": {name: {"count", "median_seconds", "max_seconds"}}},          over those that have it
+     "goodput": [{                     one for each session, in order of start
+       "session": int | str, "client": str, "start_time": float, "ended": bool,
+       "wall_seconds": float,          "seconds" and "undecided_seconds" add up to it
+       "seconds": {"stepping", "compiling", "waiting_for_hardware", "restoring", "saving", "repeating", "unattributed"},
+       "undecided_seconds": float,     0 once the session is over
+       "goodput": float,               share of "stepping", 0 to 1
+       "steps": int, "repeated_steps": int, "saves": int, "recoveries": int,
+       "step_program": str | null, "step_seconds": float | null, "compile_hits": int, "compile_misses": int}]}
 
 Names of phases and milestones are the keys of `phases.TITLES`; a name can come twice among the phases of one
 recovery, when the making of a generation cuts a phase in two.
@@ -43,6 +51,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ridgeway.timeline import goodput as accounts
+from ridgeway.timeline.goodput import Goodput
 from ridgeway.timeline.phases import TITLES, UNATTRIBUTED
 from ridgeway.timeline.plots import plot
 from ridgeway.timeline.recovery import RESIZE, RESUME, UNDISTURBED, Recovery, find_recoveries
@@ -74,7 +84,7 @@ def render(
     as_json: bool = False,
     killed_at: Collection[float] = (),
 ) -> str:
-    """The recoveries in the events as text, or as JSON.
+    """The recoveries in the events, and what the sessions' time was spent on, as text or as JSON.
 
     Args:
       events: as `events.read_events` gives them, or as the head sends them.
@@ -85,19 +95,24 @@ def render(
     Raises:
       OSError: `output` cannot be written.
     """
+    events = list(events)
     recoveries = find_recoveries(events, killed_at)
-    content = json.dumps(to_json(recoveries), indent=2) + "\n" if as_json else _tables(recoveries)
+    goodput = accounts.find_goodput(events)
+    content = (
+        json.dumps(to_json(recoveries, goodput), indent=2) + "\n" if as_json else _tables(recoveries, goodput)
+    )
     if output is not None:
         output.write_text(content, encoding="utf-8")
     return content
 
 
-def to_json(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+def to_json(recoveries: Sequence[Recovery], goodput: Sequence[Goodput] = ()) -> dict[str, Any]:
     """The JSON form, as plain values."""
     return {
         "schema": SCHEMA,
         "recoveries": [_plain(recovery) for recovery in recoveries],
         "summary": summarize(recoveries),
+        "goodput": [accounts.to_json(account) for account in goodput],
     }
 
 
@@ -127,15 +142,21 @@ def describe(recovery: Recovery) -> str:
     return f"loss of {lost}: {ending}{f', {mode}' if mode else ''}"
 
 
-def _tables(recoveries: Sequence[Recovery]) -> str:
-    if not recoveries:
+def _tables(recoveries: Sequence[Recovery], goodput: Sequence[Goodput]) -> str:
+    if not recoveries and not goodput:
         return "No loss in these events, so no recovery.\n"
     # A console of its own, without colours: the result goes to files and into logs.
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
     for recovery in recoveries:
         console.print(_one(recovery))
-    console.print(_summary(summarize(recoveries)))
+    if recoveries:
+        console.print(_summary(summarize(recoveries)))
+    else:
+        console.print("No loss in these events, so no recovery.")
+    for account in goodput:
+        console.print()
+        console.print(accounts.render(account))
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()).rstrip("\n") + "\n"
 
 

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
+from ridgeway.worker.host_cpu import cpu_identity
 
 _MEMORY_STATS = (
     "generated_code_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
@@ -211,5 +212,6 @@ def _describe(executable: Any) -> dict[str, Any]:
 
 
 def environment_fingerprint() -> str:
-    """What of this process's environment changes compiled code, beside the jaxlib version."""
-    return os.environ.get("XLA_FLAGS", "")
+    """What of this process's environment changes compiled code, beside the jaxlib version: the CPU that it is compiled
+    for, and XLA's flags."""
+    return f"{cpu_identity()} {os.environ.get('XLA_FLAGS', '')}".rstrip()

@@ -1,6 +1,7 @@
 """What `ridgeway doctor` finds."""
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 from cli_harness import World
@@ -51,6 +52,38 @@ def test_environment() -> None:
     assert doctor.check_environment(both).level == doctor.OK
     target = doctor.check_environment({"JAX_PLATFORMS": "proxy", **CREDENTIALS})
     assert target.level == doctor.PROBLEM and "JAX_BACKEND_TARGET" in target.text
+
+
+def test_target() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def answers(host: str, port: int) -> None:
+        asked.append((host, port))
+
+    def refuses(host: str, port: int) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    assert doctor.check_target({}, refuses) is None
+    assert doctor.check_target({**PROXY, "JAX_PLATFORMS": "cpu"}, refuses) is None
+    found = doctor.check_target(PROXY, answers)
+    assert found is not None and found.level == doctor.OK
+    doctor.check_target({**PROXY, "JAX_BACKEND_TARGET": "grpc://[::1]:7"}, answers)
+    assert asked == [("127.0.0.1", 29000), ("::1", 7)]
+    nobody = doctor.check_target(PROXY, refuses)
+    assert nobody is not None and nobody.level == doctor.PROBLEM
+    assert "Connection refused" in nobody.text and "`ridgeway up`" in nobody.text
+    wrong = doctor.check_target({**PROXY, "JAX_BACKEND_TARGET": "grpc://head"}, answers)
+    assert wrong is not None and wrong.level == doctor.PROBLEM and "grpc://HOST:PORT" in wrong.text
+
+
+def test_cache(tmp_path: Path) -> None:
+    good = doctor.check_cache(tmp_path / "not" / "there", 1 << 20)
+    assert good.level == doctor.OK and str(tmp_path / "not" / "there") in good.text
+    full = doctor.check_cache(tmp_path, 1 << 60)
+    assert full.level == doctor.NOTE and "are free there" in full.text
+    (tmp_path / "file").write_text("in the way")
+    blocked = doctor.check_cache(tmp_path / "file" / "cache", 1 << 20)
+    assert blocked.level == doctor.NOTE and "XDG_CACHE_HOME" in blocked.text
 
 
 def test_memory() -> None:

@@ -1,5 +1,6 @@
 """`ridgeway run` with real clusters: the command's environment and exit code, replacement, and no trace left."""
 
+import contextlib
 import json
 import os
 import pty
@@ -150,7 +151,15 @@ def test_the_head_dies(world: World) -> None:
     os.kill(world.status()["head"]["pid"], signal.SIGKILL)
     line = running.says("the cluster has failed")
     assert "the head killed by SIGKILL" in line
-    until(lambda: not [p for p in world.processes() if "ridgeway.worker.agent" in p.cmdline()])
+
+    def agents() -> list[psutil.Process]:
+        found = []
+        for process in world.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += [process] if "ridgeway.worker.agent" in process.cmdline() else []
+        return found
+
+    until(lambda: not agents())
     # The command is left a while to notice; a signal shortens that.
     running.process.send_signal(signal.SIGTERM)
     assert running.wait() == 128 + signal.SIGTERM

@@ -36,7 +36,7 @@ class Pool:
         self.pool = CompilerPool(SETTINGS, lambda kind, **fields: self.events.append(kind))
         self.ran: list[int] = []
 
-    def add(self, number: int, behaviour: str, agent: int = 1) -> Compiler:
+    def add(self, number: int, behaviour: str, agent: int = 1, environment: str = "flags") -> Compiler:
         def obey(message: list[Any]) -> None:
             self.ran.append(number)
             request = message[1]
@@ -49,7 +49,7 @@ class Pool:
                 error = ["error", request, int(Code.INVALID_ARGUMENT), "no function main"]
                 loop.call_later(1.0, self.pool.on_reply, compiler, error, [])
 
-        compiler = Compiler(number, agent, CompilerLink(obey), 1, f"flags of {number}")  # type: ignore[arg-type]
+        compiler = Compiler(number, agent, CompilerLink(obey), 1, environment)  # type: ignore[arg-type]
         self.pool.add(compiler)
         return compiler
 
@@ -154,12 +154,26 @@ def test_what_programs_are_kept_under_is_known_before_the_first_is_looked_up() -
         pool = Pool()
         asyncio.get_running_loop().call_later(2.0, pool.add, 1, "compiles")
         assert pool.pool.environment is None
-        assert await pool.pool.known_environment() == "flags of 1"
+        assert await pool.pool.known_environment() == "flags"
         # It does not change when all compilers are gone for a while.
         pool.pool.remove(1)
-        assert await pool.pool.known_environment() == "flags of 1"
+        assert await pool.pool.known_environment() == "flags"
 
     virtual_time.run(test())
+
+
+def test_programs_of_different_hosts_are_not_taken_for_each_others() -> None:
+    pool = Pool()
+    pool.add(1, "compiles", environment="cpu b")
+    pool.add(2, "compiles", environment="cpu b")
+    assert pool.events == []
+    assert pool.pool.environment == "cpu b"
+    pool.add(3, "compiles", environment="cpu a")
+    assert pool.events == ["compilers_differ"]
+    # Which of them compiles is chance, and what it compiled stays in use when it has left.
+    assert pool.pool.environment == "cpu a | cpu b"
+    pool.pool.remove(3)
+    assert pool.pool.environment == "cpu a | cpu b"
 
 
 def test_the_least_busy_compiler_is_chosen() -> None:

@@ -1,6 +1,7 @@
 """One history of a cluster, made from a seed and from nothing else."""
 
 import asyncio
+import dataclasses
 import random
 
 import virtual_time
@@ -35,9 +36,15 @@ TOPOLOGIES = (
 )  # fmt: skip
 """Shapes, and how often each comes."""
 
+SCHEDULED_PROBABILITY = 0.3
+"""How often workers are started by a scheduler and outlive their head, which then may die as well."""
+
 RECOVERY_BOUND_SECONDS = 40.0
 """Once faults have stopped, everything is well again within so many seconds: more than the longest chain of deadlines
 that one fault can set off (a stopped process, a hung executor, refused restarts with their growing pauses)."""
+ANSWER_BOUND_SECONDS = 12.0
+"""... and each operation, be it a probe of a slice, is answered in so many: the longest of the deadlines that can
+follow each other for one (progress, drain, generation, settling), and a hold for a returning slice."""
 
 
 def run_history(seed: str) -> None:
@@ -82,6 +89,14 @@ class _Clients:
         self._end(controller)
         self.start(controller.slices)
 
+    def replace_all(self) -> None:
+        """Their head had died, and all they had with it."""
+        for controller, task in list(self._tasks.items()):
+            del self._tasks[controller]
+            task.cancel()
+            controller.abandon()
+            self.start(controller.slices)
+
     def stop(self) -> None:
         """All go away."""
         for controller in self.running:
@@ -89,8 +104,11 @@ class _Clients:
 
     def _end(self, controller: Controller) -> None:
         self._tasks.pop(controller).cancel()
-        controller.close()
-        self.gone.append(controller)
+        if self._cluster.process.alive:
+            controller.close()
+            self.gone.append(controller)
+        else:
+            controller.abandon()
 
 
 class _History:
@@ -109,7 +127,7 @@ class _History:
             if isinstance(error, asyncio.CancelledError):
                 raise
             story = "\n".join(world.log[-120:])
-            replay = f"python tests/simulation/histories.py {self._seed}"
+            replay = f".venv/bin/python tests/simulation/histories.py {self._seed}"
             raise SimulationFailure(
                 f"history {self._seed}: {type(error).__name__}: {error}\n{story}\nAgain: {replay}"
             ) from error
@@ -123,21 +141,24 @@ class _History:
         topology = chance.choices(topologies, weights)[0]
         standbys = chance.choice((0, 0, 1, 2))
         count = chance.choices((0, 1, 2, 3, 4), (1, 4, 3, 2, 1))[0]
-        options = supervision.Options(
+        scheduled = chance.random() < SCHEDULED_PROBABILITY
+        options = None if scheduled else supervision.Options(
             topology.slices, topology.hosts_per_slice, standbys=standbys, max_slice_restarts=None,
             replacement_delay_seconds=chance.choice((0.0, 0.0, 0.5)), join_timeout_seconds=6.0,
             standby_take_over_seconds=1.0, lost_exit_seconds=0.5, backoff_first_seconds=0.1, backoff_limit_seconds=1.0,
             standby_failure_limit=1000,
         )  # fmt: skip
-        cluster = SimulatedCluster(world, topology, SETTINGS, options)
-        world.say(f"a cluster of {topology} with {standbys} standbys, {count} faults")
+        settings = dataclasses.replace(SETTINGS, orphan_policy="wait") if scheduled else SETTINGS
+        cluster = SimulatedCluster(world, topology, settings, options, standbys)
+        who = "a scheduler" if scheduled else "a supervisor"
+        world.say(f"a cluster of {topology} with {standbys} standbys and {who}, {count} faults")
         if count:
             cluster.hole_probability = chance.choice((0.0, 0.0, 0.2))
             cluster.crash_probability = chance.choice((0.0, 0.0, 0.1))
         clients = _Clients(cluster)
         for _ in range(chance.choice((1, 1, 2))):
             clients.start()
-        await Faults(cluster, clients.replace_one).run(count)
+        await Faults(cluster, clients.replace_one, clients.replace_all).run(count)
         world.say("no more faults")
         cluster.quiet_since = world.now
         await self._until_well(world, cluster, clients)
@@ -154,6 +175,8 @@ class _History:
         while True:
             up = all(cluster.manager.slice_is_up(index) for index in slices)
             trained = all(c.rounds > 0 and c.round_began >= quiet for c in controllers)
+            for controller in controllers:
+                self._check_answers(world, controller, quiet)
             if up and trained:
                 return
             if world.now - quiet > RECOVERY_BOUND_SECONDS:
@@ -164,6 +187,13 @@ class _History:
                     f"{[c.rounds for c in controllers]} trainings went through, operations wait: {waiting}"
                 )
             await asyncio.sleep(0.25)
+
+    def _check_answers(self, world: World, controller: Controller, quiet: float) -> None:
+        """Everything that is asked once faults have stopped, and everything that was open then, is answered in time,
+        be it with an error: a probe that is never answered would hold a program for ever."""
+        for began, what in controller.waiting.values():
+            if world.now - max(began, quiet) > ANSWER_BOUND_SECONDS:
+                world.violation(f"{controller.name} has waited {ANSWER_BOUND_SECONDS} s for {what}")
 
     def _check_untouched(self, world: World, cluster: SimulatedCluster, controllers: list[Controller]) -> None:
         """Without a fault there is neither a loss nor an error, but for what was asked before the hosts had joined."""

@@ -22,13 +22,17 @@ def run_machine_history(seed: str) -> None:
     """Live through a history.
 
     Raises:
-      AssertionError: a rule was broken.
+      AssertionError: a rule was broken; the message says how to see it again.
     """
-    history = _MachineHistory(random.Random(seed))
-    for _ in range(EVENTS):
-        history.event()
-    history.everybody_behaves()
-    history.everybody_dies()
+    try:
+        history = _MachineHistory(random.Random(seed))
+        for _ in range(EVENTS):
+            history.event()
+        history.everybody_behaves()
+        history.everybody_dies()
+    except AssertionError as error:
+        replay = f".venv/bin/python tests/simulation/machine_histories.py {seed}"
+        raise AssertionError(f"machine history {seed}: {error}\nAgain: {replay}") from error
 
 
 class _MachineHistory:
@@ -117,15 +121,19 @@ class _MachineHistory:
         chance = self._chance
         membership, generations = self._membership, self._generations
         self._now += chance.choice((0.0, 0.01, 0.1, 0.5, 1.0))
-        match chance.randrange(16):
+        match chance.randrange(18):
             case 0 | 1:
                 self._join(chance.choice((None, *range(self._topology.slots))), chance.random() < 0.3)
             case 2 | 3 | 4 if self._executors:
                 self._connect(*chance.choice(self._executors[-4:]))
             case 5 if self._agents:
-                self._apply(membership.agent_closed(self._now, chance.choice(self._agents), "closed"))
+                agent = chance.choice(self._agents)
+                stale = agent not in membership.agents
+                self._obey(membership.agent_closed(self._now, agent, "closed"), stale)
             case 6 if self._executors:
-                self._apply(membership.executor_closed(self._now, chance.choice(self._executors)[1], "closed"))
+                executor = chance.choice(self._executors)[1]
+                stale = executor not in membership.executors
+                self._obey(membership.executor_closed(self._now, executor, "closed"), stale)
             case 7 if self._agents:
                 self._apply(membership.agent_draining(chance.choice(self._agents)))
             case 8:
@@ -147,7 +155,25 @@ class _MachineHistory:
                 self._now += 3.0
                 membership.forgive(3.0)
                 generations.forgive(3.0)
+            case 16 if self._executors:
+                executor = chance.choice(self._executors)[1]
+                stale = executor not in membership.executors
+                self._obey(membership.recycle_executor(self._now, executor, Loss(False, "hung")), stale)
+            case 17 if self._ever_active and self._attached:
+                # What somebody says of a generation when he is lost already, or of one that is no more.
+                gone = sorted(self._ever_active - set(self._active.values()))
+                if gone:
+                    executor, number = chance.choice(gone), chance.choice(list(self._attached))
+                    assert generations.left(executor, number) == [], "a lost executor left a generation"
+                    assert generations.entered(executor, number) == [], "a lost executor entered a generation"
+                for executor, number in list(generations.current.items()):
+                    if executor in generations.generations[number].entered:
+                        assert generations.entered(executor, number) == [], "a generation was entered twice"
         self._check()
+
+    def _obey(self, effects: list[membership_machine.Effect], stale: bool) -> None:
+        assert not (stale and effects), f"something stale was obeyed: {effects}"
+        self._apply(effects)
 
     def _join(self, slot: int | None, standby: bool) -> None:
         number = self._membership.new_number()
@@ -157,7 +183,13 @@ class _MachineHistory:
         self._apply(effects)
 
     def _connect(self, agent: int, executor: int) -> None:
-        self._apply(self._membership.executor_joined(self._now, agent, executor))
+        known = self._membership.agents.get(agent)
+        ordered = known is not None and known.executor is not None and known.executor.number == executor
+        again = ordered and known is not None and known.executor is not None and known.executor.connected
+        effects = self._membership.executor_joined(self._now, agent, executor)
+        refused = len(effects) == 1 and isinstance(effects[0], membership_machine.Refuse)
+        assert refused == (not ordered or again), f"executor {executor} of agent {agent}: {effects}"
+        self._apply(effects)
 
     def _everybody_speaks(self, probability: float) -> None:
         for number in self._agents:
@@ -218,3 +250,10 @@ class _MachineHistory:
         assert self._generations.generations == {}
         assert self._generations.current == {}
         assert self._retired == set(self._attached)
+
+
+if __name__ == "__main__":
+    import sys
+
+    for argument in sys.argv[1:]:
+        run_machine_history(argument)

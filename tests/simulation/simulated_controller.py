@@ -83,6 +83,7 @@ class Controller:
         """trainings that went through"""
         self.round_began = 0.0
         self.closed = False
+        self.abandoned = False
         self.arrays: dict[Array, None] = {}
         self._operations = itertools.count(1)
         self._handles = itertools.count(1)
@@ -111,6 +112,8 @@ class Controller:
         answered: asyncio.Future[tuple[Status | None, bytes]] = self.world.loop.create_future()
 
         def done(error: Status | None, data: bytes = b"") -> None:
+            if self.abandoned:
+                return
             if self.waiting.pop(number, None) is None:
                 self.world.violation(f"{self.name}: {what} was answered twice")
             if not answered.done():
@@ -175,6 +178,8 @@ class Controller:
 
     def drop(self, *values: Value) -> None:
         """Python forgets arrays."""
+        if self.abandoned:
+            return
         for value in values:
             if value.array in self.arrays:
                 del self.arrays[value.array]
@@ -290,6 +295,13 @@ class Controller:
             self.drop(snapshot)
         else:
             await asyncio.gather(self.fetch(f"state at {step}", state), self.ready(f"state at {step}", state))
+
+    def abandon(self) -> None:
+        """The head is gone: what it had of this client, nobody has any more."""
+        self.closed = self.abandoned = True
+        self.arrays.clear()
+        self.waiting.clear()
+        self._executables = []
 
     def close(self) -> None:
         """The client goes away: everything it held is freed."""

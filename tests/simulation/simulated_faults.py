@@ -15,8 +15,11 @@ FAULT_LENGTH_SECONDS = 2.5
 class Faults:
     """Chooses faults by chance and carries them out on whatever is running then."""
 
-    def __init__(self, cluster: SimulatedCluster, replace_client: Callable[[], None]):
+    def __init__(
+        self, cluster: SimulatedCluster, replace_client: Callable[[], None], replace_all_clients: Callable[[], None]
+    ):
         self._cluster = cluster
+        self._replace_all_clients = replace_all_clients
         self._world = cluster.world
         self._over_at = 0.0
         self._kinds: dict[str, Callable[[float], None]] = {
@@ -38,6 +41,10 @@ class Faults:
             "stop head": self._stop_head,
             "client goes away": lambda seconds: replace_client(),
         }
+        self._choices = list(self._kinds)
+        if cluster.can_lose_its_head:
+            self._kinds["kill head"] = self._kill_head
+            self._choices += ["kill head"] * 3
 
     async def run(self, count: int) -> None:
         """Do ``count`` faults; returns when none has an effect any more that would not pass by itself."""
@@ -47,7 +54,7 @@ class Faults:
         times = sorted(random.choice(moments) + random.uniform(0.0, 0.1) for _ in range(count))
         for time in times:
             await asyncio.sleep(max(0.0, time - self._world.now))
-            kind = random.choice(list(self._kinds))
+            kind = random.choice(self._choices)
             self._world.say(f"FAULT {kind}")
             self._kinds[kind](random.uniform(0.05, FAULT_LENGTH_SECONDS))
         await asyncio.sleep(max(0.0, self._over_at - self._world.now))
@@ -111,6 +118,8 @@ class Faults:
                 executor.stop()
                 if self._world.random.random() < 0.5:
                     self._later(seconds, executor.resume)
+                else:
+                    self._stays_stopped(agent, seconds)
 
     def _stop_agent(self, seconds: float) -> None:
         agent = self._agent()
@@ -119,6 +128,8 @@ class Faults:
             agent.stop()
             if self._world.random.random() < 0.5:
                 self._later(seconds, agent.resume)
+            else:
+                self._stays_stopped(agent, seconds)
 
     def _stop_worker(self, seconds: float) -> None:
         agent = self._agent()
@@ -129,6 +140,13 @@ class Faults:
                 process.stop()
                 if comes_back:
                     self._later(seconds, process.resume)
+            if not comes_back:
+                self._stays_stopped(agent, seconds)
+
+    def _stays_stopped(self, agent: SimulatedAgent, seconds: float) -> None:
+        """A supervisor replaces a silent worker; a scheduler's own probes end one that never answers."""
+        if self._cluster.can_lose_its_head:
+            self._later(seconds, agent.kill_all)
 
     def _hang(self, seconds: float) -> None:
         agent = self._agent()
@@ -148,6 +166,19 @@ class Faults:
                 machine.slowness = 1.0
 
             self._later(seconds, recover)
+
+    def _kill_head(self, seconds: float) -> None:
+        if not self._cluster.process.alive:
+            return
+        self._cluster.crash_head()
+
+        def restart() -> None:
+            self._world.say("another head")
+            self._cluster.start_head()
+            # Their programs are started again too: a client does not outlive its server.
+            self._replace_all_clients()
+
+        self._later(seconds, restart)
 
     def _stop_head(self, seconds: float) -> None:
         # Shorter than the silence after which workers turn away from it.

@@ -1,8 +1,11 @@
 """The head: the real resource manager, connections, dispatcher and supervision policy, on simulated links.
 
+With the supervision policy it stands for `ridgeway run`, whose workers end with their head.  Without, workers are
+restarted by a scheduler that knows nothing of them, as a JobSet does, and wait for another head when theirs has died.
 Everything that decides is the real thing; here are only its surroundings and the rules that it must never break.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +29,8 @@ from ridgeway.transport.stream_link import LinkClosed
 TICK_SECONDS = 0.1
 CONTROL_SECONDS = (0.0005, 0.005)
 SPAWN_SECONDS = (0.02, 0.1)
+RESTART_SECONDS = (0.1, 0.6)
+"""After which a scheduler restarts a worker."""
 VERSIONS = {"ridgeway": "1", "jax": "1", "jaxlib": "1", "python": "3"}
 
 
@@ -33,6 +38,8 @@ class CheckedManager(ResourceManager):
     """The resource manager, with its invariants checked after every change."""
 
     world: World
+    dead = False
+    """its head has crashed: what is still cleared away is nobody's"""
     _depth = 0
 
     def apply(self, effects: list[Any]) -> None:
@@ -47,7 +54,7 @@ class CheckedManager(ResourceManager):
             function(effects)
         finally:
             self._depth -= 1
-        if effects and self._depth == 0:
+        if effects and self._depth == 0 and not self.dead:
             self.check()
 
     def check(self) -> None:
@@ -71,10 +78,12 @@ class SimulatedCluster:
 
     versions = VERSIONS
 
-    def __init__(self, world: World, topology: Topology, settings: Settings, options: supervision.Options):
+    def __init__(
+        self, world: World, topology: Topology, settings: Settings, options: supervision.Options | None, standbys: int
+    ):
         self.world = world
         self.settings = settings
-        self.process = Process(Machine(world, "head"), "head")
+        self._topology = topology
         self.executors: dict[int, SimulatedExecutor] = {}
         self.agents: dict[str, SimulatedAgent] = {}
         self.hole_probability = 0.0
@@ -84,13 +93,46 @@ class SimulatedCluster:
         self.counts: dict[str, int] = {}
         """events by kind"""
         self.lost_at: dict[int, float] = {}
+        self.aborted: set[int] = set()
+        """generations whose end was told to anybody"""
+        self._orders: dict[int, _OrderStream] = {}
+        self._head_links: dict[HeadLink, asyncio.Task[None]] = {}
+        self._head_number = 0
+        self.start_head()
+        self._policy = None if options is None else supervision.Supervision(options)
+        self._policy_timer: Any = None
+        self._jobs = 0
+        if self._policy is not None:
+            self._carry_out(self._policy.begin(world.now))
+        else:
+            for slot in range(topology.slots):
+                self._schedule((topology.slice_of_slot(slot), topology.host_of_slot(slot)))
+            for _ in range(standbys):
+                self._schedule(None)
+
+    # ---- the head
+
+    def start_head(self) -> None:
+        """A head, which knows of nothing yet."""
+        world, settings = self.world, self.settings
+        self._head_number += 1
+        number = self._head_number
+        self.process = Process(Machine(world, "head"), "head")
+        self.lost_at.clear()
+        self.aborted.clear()
+        self._orders.clear()
         self.rendezvous = SimulatedRendezvous(world, settings.spare_rendezvous_services, self._is_lost)
+
+        def emit(kind: str, **fields: Any) -> None:
+            if number == self._head_number and self.process.alive:
+                self.emit(kind, **fields)
+
         self.manager = CheckedManager(
-            topology, settings, self.emit, self.rendezvous, "10.0.0.1", clock=lambda: world.now
+            self._topology, settings, emit, self.rendezvous, "10.0.0.1", clock=lambda: world.now
         )  # type: ignore[arg-type]
         self.manager.world = world
         self.manager.on_loss.append(lambda link: self.lost_at.setdefault(link.number, world.now))
-        self.programs = Programs(self.manager, CompileCache(None, 0), "simulated", self.emit)
+        self.programs = Programs(self.manager, CompileCache(None, 0), "simulated", emit)
         self.manager.on_generation.append(self.programs.preload)
         self.dispatcher = Dispatcher(self.manager, self.programs)
 
@@ -98,15 +140,23 @@ class SimulatedCluster:
             raise LinkClosed
 
         self._connections = Connections(self.manager, "", "simulated", VERSIONS, no_control)
-        self._policy = supervision.Supervision(options)
-        self._policy_timer: Any = None
-        self._orders: dict[int, _OrderStream] = {}
-        self.aborted: set[int] = set()
-        """generations whose end was told to anybody"""
-        self._carry_out(self._policy.begin(world.now))
         self.process.after(TICK_SECONDS, self._tick)
 
-    # ---- the head
+    @property
+    def can_lose_its_head(self) -> bool:
+        """Whether workers outlive a head."""
+        return self._policy is None
+
+    def crash_head(self) -> None:
+        """SIGKILL: all that it knew is gone, the kernel closes its connections, its services die with it."""
+        self.manager.dead = True
+        self.process.kill()
+        self.rendezvous.crash()
+        for agent in self.agents.values():
+            agent.machine.touched = "its head died"
+        for link, task in list(self._head_links.items()):
+            task.cancel()
+            link.close()
 
     def _tick(self) -> None:
         self.manager.tick()
@@ -123,7 +173,7 @@ class SimulatedCluster:
             self._check_loss(fields)
         elif kind == "host_ready":
             self._note_ready(fields["incarnation"])
-        event = narration.to_policy({"kind": kind, **fields})
+        event = narration.to_policy({"kind": kind, **fields}) if self._policy is not None else None
         if event is not None:
             world.loop.call_later(world.random.uniform(*CONTROL_SECONDS), self._policy_event, event)
 
@@ -152,7 +202,8 @@ class SimulatedCluster:
         self, process: Process, hello: dict[str, Any], on_message: Callable[..., None], on_closed: Callable[[], None]
     ) -> Connection:
         """A process connects and says hello; the real `Connections` serve it."""
-        connection = Connection(process, self.process, on_message, on_closed)
+        head = self.process
+        connection = Connection(process, head, on_message, on_closed)
         serve = {
             "agent": self._connections._serve_agent,
             "executor": self._connections._serve_executor,
@@ -168,14 +219,19 @@ class SimulatedCluster:
             except (LinkClosed, FrameError, ConnectionError):
                 pass
             finally:
+                self._head_links.pop(link, None)
                 link.close()
 
         def begin() -> None:
-            self.world.task(serving(connection.head))
+            self._head_links[connection.head] = self.world.task(serving(connection.head))
 
-        self.world.loop.call_later(
-            self.world.random.uniform(0.001, 0.01) * process.machine.slowness, self.process.run, begin
-        )
+        def accept() -> None:
+            if head.alive:
+                head.run(begin)
+            else:
+                connection.head.close()  # it died before it had accepted
+
+        self.world.loop.call_later(self.world.random.uniform(0.001, 0.01) * process.machine.slowness, accept)
         return connection
 
     def members_of(self, generation: int) -> set[int]:
@@ -188,12 +244,21 @@ class SimulatedCluster:
         links = (self.manager.executor_of_device(device) for device in devices)
         return {None if link is None else link.number for link in links}
 
+    # ---- a scheduler
+
+    def _schedule(self, slot: tuple[int, int] | None) -> None:
+        """Start a worker for a slot, or a standby, and again whenever it ends."""
+        self._jobs += 1
+        self.world.loop.call_later(self.world.random.uniform(*SPAWN_SECONDS), self._launch, f"job-{self._jobs}", slot)
+
     # ---- the supervisor
 
     def _policy_event(self, event: supervision.Event) -> None:
+        assert self._policy is not None
         self._carry_out(self._policy.handle(event, self.world.now))
 
     def _policy_tick(self) -> None:
+        assert self._policy is not None
         self._policy_timer = None
         self._carry_out(self._policy.tick(self.world.now))
 
@@ -201,6 +266,7 @@ class SimulatedCluster:
         self.world.loop.call_later(self.world.random.uniform(*CONTROL_SECONDS), self.process.run, function, *arguments)
 
     def _carry_out(self, effects: list[supervision.Effect]) -> None:
+        assert self._policy is not None
         world = self.world
         for effect in effects:
             match effect:
@@ -231,7 +297,10 @@ class SimulatedCluster:
             # A Job controller clears away what is left of it.
             agent.kill_all()
             self.agents.pop(launch_id, None)
-            self.world.loop.call_later(0.001, self._policy_event, supervision.WorkerExited(launch_id, code))
+            if self._policy is None:
+                self.world.loop.call_later(self.world.random.uniform(*RESTART_SECONDS), self._schedule, slot)
+            else:
+                self.world.loop.call_later(0.001, self._policy_event, supervision.WorkerExited(launch_id, code))
 
         agent = self.agents[launch_id] = SimulatedAgent(machine, launch_id, slot, self.settings, self, exited)
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ridgeway.timeline.events import EventLog
-from ridgeway.timeline.metrics import Metrics
+from ridgeway.timeline.metrics import ENDED_SESSIONS_SHOWN, Metrics
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -62,6 +62,49 @@ def test_events_become_metrics() -> None:
     assert after["ridgeway_recovery_seconds_sum"] == 4.5
     assert after["ridgeway_recovery_seconds_bucket,le=4.0"] == 0
     assert after["ridgeway_recovery_seconds_bucket,le=5.0"] == 1
+
+
+def goodput(session: int, stepping: float) -> dict[str, object]:
+    return {
+        "kind": "goodput", "session": session, "seconds": {"stepping": stepping, "repeating": 2.0, "saving": None},
+        "undecided_seconds": 0.5, "steps": 30, "repeated_steps": 4, "array_bytes": 4096,
+    }  # fmt: skip
+
+
+def test_accounts_of_sessions_and_what_is_up_become_gauges() -> None:
+    metrics = Metrics()
+    value = metrics.registry.get_sample_value
+    for kind, fields in (
+        ("host_ready", {"slice": 0, "host": 0}), ("host_ready", {"slice": 0, "host": 1}),
+        ("host_ready", {"slice": 1, "host": 0}), ("slice_ready", {"slice": 0}), ("slice_ready", {"slice": 1}),
+        ("slice_lost", {"slice": 1}), ("host_lost", {"slice": 1, "host": 0, "code": "DATA_LOSS"}),
+    ):  # fmt: skip
+        metrics.observe({"kind": kind, **fields})
+    assert value("ridgeway_executors") == 2
+    assert value("ridgeway_slices_up") == 1
+    metrics.observe(goodput(1, 10.0))
+    metrics.observe(goodput(1, 20.0))
+    labels = {"session": "1"}
+    assert value("ridgeway_session_seconds", {**labels, "category": "stepping"}) == 20.0
+    assert value("ridgeway_session_seconds", {**labels, "category": "repeating"}) == 2.0
+    assert value("ridgeway_session_seconds", {**labels, "category": "saving"}) == 0.0
+    assert value("ridgeway_session_undecided_seconds", labels) == 0.5
+    assert value("ridgeway_session_steps", labels) == 30
+    assert value("ridgeway_session_repeated_steps", labels) == 4
+    assert value("ridgeway_session_array_bytes", labels) == 4096
+
+
+def test_gauges_of_sessions_that_ended_long_ago_go_away() -> None:
+    metrics = Metrics()
+    metrics.observe(goodput(1, 10.0))
+    for session in range(1, ENDED_SESSIONS_SHOWN + 2):
+        metrics.observe({"kind": "session_ended", "session": session})
+        held = metrics.registry.get_sample_value("ridgeway_session_array_bytes", {"session": "1"})
+        assert held == (0 if session <= ENDED_SESSIONS_SHOWN else None)
+    for name in ("ridgeway_session_steps", "ridgeway_session_array_bytes"):
+        assert metrics.registry.get_sample_value(name, {"session": "1"}) is None
+    labels = {"session": "1", "category": "stepping"}
+    assert metrics.registry.get_sample_value("ridgeway_session_seconds", labels) is None
 
 
 def test_a_port_in_use_is_an_error_and_stop_frees_it() -> None:
