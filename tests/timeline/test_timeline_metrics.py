@@ -1,7 +1,9 @@
 """Metrics fed from the event log and read as Prometheus reads them."""
 
+import re
 import socket
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -124,3 +126,12 @@ def test_two_clusters_in_one_process_do_not_mix() -> None:
     one.observe({"kind": "recovery_completed", "seconds": 1})
     assert one.registry.get_sample_value("ridgeway_recoveries_total") == 1
     assert other.registry.get_sample_value("ridgeway_recoveries_total") == 0
+
+
+def test_the_document_names_the_metrics_there_are() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "goodput.md").read_text(encoding="utf-8")
+    table = text.partition("## Prometheus")[2]
+    named = {name for row in table.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
+    served = {family.name: family.type for family in Metrics().registry.collect()}
+    there = {f"{name.removeprefix('ridgeway_')}{'_total' * (kind == 'counter')}" for name, kind in served.items()}
+    assert named == there
