@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator
 
 import e2e_harness as harness
@@ -274,3 +276,26 @@ result = np.asarray(start(on(0, 1))).tolist()
         program.process.wait()
     harness.until(lambda: all(harness.is_gone(pid) for pid in pids))
     pair.wait_sessions(0)
+
+
+def test_the_example_goes_on_after_a_loss(pair: Cluster, plugin: str) -> None:
+    """Each host has its own reader; the losses are those of an undisturbed run, also after a worker was killed."""
+    pair.wait_whole()
+    example = harness.ROOT / "examples" / "colocated_python.py"
+    environment = {**pair.environment(), "PYTHONPATH": plugin}
+    program = pair.place.start([sys.executable, str(example), "--steps", "12", "--pause-seconds", "0.3"], **environment)
+    program.says(r"^step 3 loss ", "stdout")
+    pair.kill_worker(1)
+    assert program.wait() == 0, program.describe()
+    assert re.search("^lost, going on from step .*DATA_LOSS.*slice 1 host 0", program.output, re.MULTILINE)
+    for host in (0, 1):
+        said = rf"^slice {host} host 0: reader in process \d+, host {host} of 2$"
+        assert re.search(said, program.output, re.MULTILINE), program.output
+    mean_row = sum(range(16)) / 16 * 8
+    expected = {step: f"{mean_row * 0.99**step * (step + 1):.4f}" for step in range(12)}
+    found = harness.losses(program.output)
+    assert {step: float(loss) for step, loss in found.items()} == pytest.approx(
+        {step: float(loss) for step, loss in expected.items()}, rel=1e-3
+    )
+    pair.wait_sessions(0)
+    pair.wait_whole()

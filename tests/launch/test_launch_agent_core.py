@@ -182,3 +182,46 @@ def test_signals_for_the_executor_and_for_all():
     assert effects[1:] == [
         core.SignalChild(100, 19), core.SignalChild(101, 19), core.SignalTemplate(19), core.SignalSelf(19)
     ]  # fmt: skip
+
+
+def test_python_processes_are_started_with_what_the_head_says_and_end_with_all_they_started():
+    agent = joined()
+    [fork] = [e for e in agent.handle(obeyed("start_python", 3, {"slot": 4, "slots": 6}), 0.0) if kinds([e])]
+    assert isinstance(fork, core.Fork) and fork.role == "python" and fork.number == 3
+    assert {"slot": 4, "slots": 6, "place": "slice 1 host 0", "python": 3}.items() <= fork.arguments.items()
+    agent.handle(core.Forked("python", 3, 100), 0.0)
+    effects = agent.handle(core.ChildExited("python", 3, -11), 1.0)
+    assert core.SignalChild(-100, signal.SIGKILL) in effects
+    assert core.Send(["process_exited", "python", 3, -11]) in effects
+
+
+def test_a_python_process_whose_session_is_over_has_a_while_to_end():
+    agent = joined()
+    for number, pid in ((3, 100), (4, 101)):
+        agent.handle(obeyed("start_python", number, {}), 0.0)
+        agent.handle(core.Forked("python", number, pid), 0.0)
+    agent.handle(obeyed("end_python", 3), 1.0)
+    beats = [second / 2 for second in range(2, int(2 * core.PYTHON_END_SECONDS) + 1)]
+    killed = []
+    for now in beats:
+        agent.handle(core.MessageReceived(["heartbeat"]), now)
+        killed += [e for e in agent.handle(core.Tick(), now) if isinstance(e, core.SignalChild)]
+    assert killed == []
+    effects = agent.handle(core.Tick(), 1.5 + core.PYTHON_END_SECONDS)
+    signals = [e for e in effects if isinstance(e, core.SignalChild)]
+    assert signals == [core.SignalChild(100, signal.SIGKILL), core.SignalChild(-100, signal.SIGKILL)]
+    assert agent.handle(obeyed("end_python", 99), 2.0) == []
+
+
+def test_a_python_process_can_be_killed_before_it_is_known():
+    agent = joined()
+    agent.handle(obeyed("start_python", 3, {}), 0.0)
+    agent.handle(obeyed("kill_python", 3, "too slow"), 0.0)
+    effects = agent.handle(core.Forked("python", 3, 100), 0.1)
+    assert {core.SignalChild(100, signal.SIGKILL), core.SignalChild(-100, signal.SIGKILL)} <= set(
+        e for e in effects if isinstance(e, core.SignalChild)
+    )
+
+
+def obeyed(*message) -> core.MessageReceived:
+    return core.MessageReceived(list(message))
