@@ -32,16 +32,17 @@ def _follow(session: int) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds nothing, but sees what is looked for."""
+    """Finds nothing, but sees what is looked for. It stays: the import system is going through the list."""
 
     def __init__(self, session: int):
         self._session = session
+        self._seen = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Called by the import system."""
-        if fullname == _MODULE:
-            sys.meta_path.remove(self)
+        if fullname == _MODULE and not self._seen:
+            self._seen = True
             _follow(self._session)
         return None

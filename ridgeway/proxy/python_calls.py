@@ -18,7 +18,7 @@ from ridgeway.protocol import dtypes, messages, shardings
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import Code, Status, StatusError
-from ridgeway.proxy.arrays import Array, StringShard
+from ridgeway.proxy.arrays import Array, BufferGroup, StringShard
 from ridgeway.proxy.dispatch import defer
 from ridgeway.proxy.movement import executor_with
 
@@ -300,11 +300,11 @@ class SessionPython:
     # ---- ends of calls
 
     def _ended(self, call: _Call, slot: int, error: Status | None) -> None:
-        """A call has ended on one host. The first error is the call's; what other hosts have sent is let go."""
+        """A call has ended on one host. The first error is the call's; what hosts have sent is let go."""
         if call.pending.pop(slot, None) is None:
             return
         if error is not None:
-            call.targets.pop(slot)
+            self._discard(call, slot)
             self._fail(call, error)
         if not call.pending:
             del self._calls[call.number]
@@ -317,30 +317,33 @@ class SessionPython:
             call.hold.finish(None)
 
     def _bind(self, call: _Call) -> None:
+        """All hosts have answered."""
         lost = next((e.lost for e in call.executors.values() if e.lost is not None), None)
         if lost is not None:
             self._fail(call, lost)
-        executors = tuple(call.executors[slot] for slot in call.targets)
+        if call.failed:
+            for slot in list(call.targets):
+                self._discard(call, slot)
+            return
+        executors = tuple(call.executors.values())
         for index, result in enumerate(call.results):
-            if result.kind == dtypes.KIND_STRING or not executors:
-                continue
-            group = self._services.dispatcher.new_group(executors)
-            for slot, targets in call.targets.items():
-                assemblies = [
-                    [devices, result.kind, None, [[None, None, None, None, token, None]]]
-                    for devices, token in targets[index]
-                ]
-                order = ["copy", group.number, result.sharding.memory_kind, [], assemblies]
-                call.executors[slot].send(order)
-            if call.failed:
-                group.references = 1
-                group.release()
-            else:
+            if result.kind != dtypes.KIND_STRING:
+                group = self._services.dispatcher.new_group(executors)
+                for slot, executor in call.executors.items():
+                    executor.send(_take(group, result, call.targets[slot][index]))
                 result.bind(group)
-        if not call.failed:
-            call.hold.finish(None)
-            if call.done is not None:
-                call.done(None)
+        call.hold.finish(None)
+        if call.done is not None:
+            call.done(None)
+
+    def _discard(self, call: _Call, slot: int) -> None:
+        """Have an executor take and drop what a host has perhaps sent it."""
+        executor = call.executors[slot]
+        for result, targets in zip(call.results, call.targets.pop(slot), strict=True):
+            if targets and executor.lost is None:
+                group = self._services.dispatcher.new_group((executor,))
+                executor.send(_take(group, result, targets))
+                executor.free(group.number)
 
     # ---- life
 
@@ -365,7 +368,15 @@ class SessionPython:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.done = None
+            for slot in list(call.targets):
+                self._discard(call, slot)
             self._fail(call, statuses.failed_precondition("the session is over"))
+
+
+def _take(group: BufferGroup, result: Array, targets: list[list[Any]]) -> list[Any]:
+    """The order that makes a result of what a Python process has sent to the executor."""
+    assemblies = [[devices, result.kind, None, [[None, None, None, None, token, None]]] for devices, token in targets]
+    return ["copy", group.number, result.sharding.memory_kind, [], assemblies]
 
 
 def _fail(results: Sequence[Array], error: Status, done: Done | None) -> None:
