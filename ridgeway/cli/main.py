@@ -21,6 +21,7 @@ _COMMANDS = {
     "timeline": ("ridgeway.cli.records", "timeline"),
     "logs": ("ridgeway.cli.records", "logs"),
     "kill": ("ridgeway.cli.kill", "kill"),
+    "chaos": ("ridgeway.cli.chaos", "chaos"),
     "head": ("ridgeway.cli.parts", "head"),
     "worker": ("ridgeway.cli.parts", "worker"),
     "doctor": ("ridgeway.cli.doctor", "doctor"),
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _is_for_the_user(error: Exception) -> bool:
     """Whether an error's text was written for the user. Looked up by name: the modules may not be loaded."""
     modules = {
+        "ridgeway.chaos.injection": "InjectionError",
         "ridgeway.launch.checks": "CheckError",
         "ridgeway.launch.cluster_folder": "ClusterError",
         "ridgeway.launch.control": "ControlError",

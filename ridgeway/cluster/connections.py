@@ -80,9 +80,9 @@ class Connections:
         finally:
             link.close()
 
-    async def _refuse(self, link: StreamLink, message: str) -> None:
+    async def _refuse(self, link: StreamLink, message: str, code: Code = Code.INVALID_ARGUMENT) -> None:
         self._manager.emit("connection_refused", reason=message)
-        link.send(["refused", "INVALID_ARGUMENT", message])
+        link.send(["refused", code.name, message])
         await link.close_gently(GENTLE_CLOSE_SECONDS)
 
     def _version_problem(self, hello: dict[str, Any]) -> str | None:
@@ -118,7 +118,7 @@ class Connections:
         )
         answer = effects[0]
         if isinstance(answer, Refuse):
-            await self._refuse(link, answer.message)
+            await self._refuse(link, answer.message, Code.ALREADY_EXISTS if answer.taken else Code.INVALID_ARGUMENT)
             return
         assert isinstance(answer, Welcome)
         agent = AgentLink(number, link, hello)
@@ -214,13 +214,14 @@ class Connections:
                     lambda status: executor.on_reply(request, status, [], []),
                 )
             case "heartbeat":
-                _, dispatched, completed, outstanding, memory, held = message
+                _, dispatched, completed, outstanding, memory, held, worn = message
                 executor.memory_bytes, executor.host_array_bytes = memory, held
                 executor.observe_progress(manager.clock(), dispatched, completed)
                 behind = dispatched < executor.ordered
                 manager.membership.executor_heard(
                     manager.clock(), executor.number, dispatched, completed, outstanding, behind
                 )
+                manager.renewals.consider(executor, worn)
             case "execution_failed":
                 _, execution, generation, code, text, collective, failed_generation = message
                 status = Status(Code(code), text)

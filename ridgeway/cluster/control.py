@@ -108,6 +108,7 @@ class Control:
         ]  # fmt: skip
         return {
             "topology": [topology.slices, topology.hosts_per_slice, topology.devices_per_host],
+            "heartbeat_timeout_seconds": manager.settings.heartbeat_timeout_seconds,
             "slices": slices, "standbys": standbys, "generations": generations, **self._describe_proxy(),
         }  # fmt: skip
 
@@ -122,6 +123,7 @@ class Control:
             "slice": manager.topology.slice_of_slot(slot), "host": manager.topology.host_of_slot(slot),
             "state": state.value,
             "incarnation": number, "pid": agent.pid if agent else None, "hostname": agent.hostname if agent else None,
+            "address": agent.address if agent else None,
             "executor_pid": link.pid if link else None, "generation": generation.number if generation else None,
             "memory_bytes": link.memory_bytes if link else 0,
             "host_array_bytes": link.host_array_bytes if link else 0, "restarts": manager.membership.restarts[slot],

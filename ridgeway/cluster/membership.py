@@ -155,6 +155,7 @@ class Membership:
                         number,
                         f"{self.topology.describe_slot(slot)} is taken (incarnation {holder}); "
                         "stop that worker first, choose another slot or --standby",
+                        taken=True,
                     )
                 ]
         agent = Agent(number, slot, now, now, launch_id)

@@ -23,6 +23,8 @@ class Refuse(Effect):
 
     agent: int
     message: str
+    taken: bool = False
+    """Somebody has the place, which may change: it is not a mistake of the one who asks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

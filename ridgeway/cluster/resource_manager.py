@@ -17,6 +17,7 @@ from ridgeway.cluster.compilers import CompilerPool
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.python_processes import PythonProcesses
 from ridgeway.cluster.rendezvous import Rendezvous
+from ridgeway.cluster.renewals import Renewals
 from ridgeway.cluster.slice_hold import Ended, SliceHold, SliceHolds
 from ridgeway.cluster.topology import Topology
 from ridgeway.protocol import status as statuses
@@ -83,6 +84,7 @@ class ResourceManager:
         self.generations = generation_machine.Generations()
         self.compilers = CompilerPool(settings, emit)
         self.pythons = PythonProcesses(settings, emit, clock)
+        self.renewals = Renewals(clock, emit, lambda number: number in self.generations.current, self._slot_names)
         self.agents: dict[int, AgentLink] = {}
         self.executors: dict[int, ExecutorLink] = {}
         self.slots: list[ExecutorLink | None] = [None] * topology.slots
@@ -329,6 +331,8 @@ class ResourceManager:
                 waiting.discard(number)
                 if error is None:
                     self._apply_generation(self.generations.left(number, generation))
+                    if (leaver := self.executors.get(number)) is not None:
+                        self.renewals.consider(leaver, bool(fields and fields[0]))
                 if not waiting:
                     self.emit("survivors_aborted", generation=generation, seconds=round(self.clock() - started, 4))
 
@@ -396,6 +400,7 @@ class ResourceManager:
         )
         self._last_loss[slot] = status
         self.holds.lost(self.clock(), self.topology.slice_of_slot(slot))
+        self.renewals.forget(number)
         for generation in self.generations.generations.values():
             if number in generation.members and not generation.aborted and number in generation.remaining:
                 self._causes.setdefault(generation.number, status)

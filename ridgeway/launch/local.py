@@ -64,6 +64,8 @@ class LocalOptions:
     """None: a fresh one."""
     worker_arguments: tuple[str, ...] = ()
     """More arguments for every worker's command line."""
+    worker_prefixes: tuple[tuple[str, ...], ...] = ()
+    """By host slot, what a worker's command line begins with (as ``ip netns exec NAME``); standbys have none."""
 
 
 def cache_folder() -> Path:
@@ -358,7 +360,9 @@ class LocalCluster:
         log = self._new_log(slot)
         self._worker_logs[launch_id] = log
         place = ["--standby"] if slot is None else ["--slice", str(slot[0]), "--host", str(slot[1])]
+        prefixes = self.options.worker_prefixes
         command = [
+            *(prefixes[slot[0] * self.options.topology.hosts_per_slice + slot[1]] if prefixes and slot else ()),
             sys.executable, "-m", "ridgeway.worker.agent",
             "--head", f"{record.head_host}:{record.cluster_port}",
             "--launch-id", launch_id,

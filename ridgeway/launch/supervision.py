@@ -12,7 +12,7 @@ import dataclasses
 import math
 
 from ridgeway.processes import describe_exit
-from ridgeway.worker.agent_core import EXIT_NO_TEMPLATE, EXIT_REFUSED
+from ridgeway.worker.agent_core import EXIT_NO_TEMPLATE, EXIT_PLACE_TAKEN, EXIT_REFUSED
 
 Slot = tuple[int, int]
 """(slice, host)."""
@@ -377,11 +377,12 @@ class Supervision:
         if launch.succeeded:
             return [*effects, Say(f"{what}; a standby has taken its place ({self._count(slice_index)})")]
         state.failures = 0 if launch.ready else state.failures + 1
-        # A refusal may be a race for the slot; a second one is not, nor are imports that fail.
+        # A refusal, or imports that fail, no replacement mends. That the head holds the place for a predecessor whose
+        # end it has not heard of (a network that is cut tells nobody) ends with the predecessor's deadline.
         hopeless = (
             exit_code == EXIT_NO_TEMPLATE
             or (exit_code == EXIT_REFUSED and state.failures > 1)
-            or (exit_code > 0 and state.failures >= START_FAILURES_LIMIT)
+            or (exit_code > 0 and exit_code != EXIT_PLACE_TAKEN and state.failures >= START_FAILURES_LIMIT)
         )
         if hopeless and slot not in self._was_ready:
             return [*effects, CannotStart(launch_id, slot, what)]

@@ -50,7 +50,7 @@ class Programs:
         else:
             task = self._running.get(key)
             if task is None:
-                task = asyncio.create_task(self._make(key, artifact, options, replicas, partitions))
+                task = asyncio.create_task(self._make(key, artifact, options, replicas, partitions, session))
                 self._running[key] = task
                 task.add_done_callback(lambda _: self._running.pop(key, None))
             found, hit = await asyncio.shield(task)
@@ -61,10 +61,11 @@ class Programs:
         return found
 
     async def _make(
-        self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int
+        self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int
     ) -> tuple[CompiledProgram, bool]:
         stored = await asyncio.to_thread(self.cache.load, key)
         if stored is None:
+            self._emit("compile_started", program=key[:16], session=session, devices=replicas * partitions)
             metadata, serialized = await self._manager.compilers.compile(artifact, options, replicas, partitions)
             await asyncio.to_thread(self.cache.store, key, metadata, serialized)
         else:

@@ -24,6 +24,11 @@ class BlockingLink:
         """The connection, for those who must know its descriptor."""
         return self._socket
 
+    @property
+    def sending(self) -> threading.Lock:
+        """Whoever holds it is sure that no frame is begun or half sent; `send` waits meanwhile."""
+        return self._send_lock
+
     def send(self, message: Sequence[Any], buffers: Sequence[Buffer] = ()) -> None:
         """Send one frame, waiting for the kernel to take it.
 

@@ -3,7 +3,8 @@
 This module is the shell around `ridgeway.worker.agent_core`.  It imports neither jax nor numpy, so that it is
 up in a tenth of a second and small; the template process imports them.
 
-Exit codes: 0 stopped, 2 refused or wrongly called, 3 the head is gone, 4 the template cannot be started.
+Exit codes: 0 stopped, 2 refused or wrongly called, 3 the head is gone, 4 the template cannot be started, 5 another
+worker has the place.
 """
 
 import argparse
@@ -161,7 +162,7 @@ class AgentProcess:
             return
         if answer[0] != "welcome":
             link.close()
-            self._handle(core.Refused(f"refused by the head: {answer[-1]}"))
+            self._handle(core.Refused(f"refused by the head: {answer[-1]}", taken=answer[1] == "ALREADY_EXISTS"))
             return
         self._link = link
         self._handle(core.Welcomed(answer[1]))
@@ -241,6 +242,8 @@ class AgentProcess:
                     self._handle(core.Forked(role, number, pid))
                 case {"fork_failed": role, "id": number, "message": message}:
                     self._handle(core.ForkFailed(role, number, message))
+                case {"succeeded": role, "id": number, "pid": pid}:
+                    self._handle(core.Succeeded(role, number, pid))
                 case {"exited": role, "id": number, "code": code}:
                     self._handle(core.ChildExited(role, number, code))
 

@@ -37,6 +37,7 @@ from ridgeway.worker.agent_events import (
     Started,
     StartTemplate,
     StopRequested,
+    Succeeded,
     TemplateDied,
     TemplateReady,
     Tick,
@@ -55,6 +56,7 @@ EXIT_STOPPED = 0
 EXIT_REFUSED = 2
 EXIT_ORPHANED = 3
 EXIT_NO_TEMPLATE = 4
+EXIT_PLACE_TAKEN = 5
 
 CHILD_ROLES = ("executor", "compiler", "python")
 
@@ -135,8 +137,8 @@ class AgentCore:
                 return [self._start_template(now), Connect(0.0)]
             case Welcomed(welcome):
                 return self._welcomed(welcome, now)
-            case Refused(message):
-                return self._exit(EXIT_REFUSED, message)
+            case Refused(message, taken):
+                return self._exit(EXIT_PLACE_TAKEN if taken else EXIT_REFUSED, message)
             case NotAuthenticated(message) if not self._was_welcome:
                 return self._exit(EXIT_REFUSED, f"{message}; give this worker the secret of that cluster")
             case ConnectFailed(message) | NotAuthenticated(message):
@@ -155,6 +157,8 @@ class AgentCore:
                 return self._template_died(exit_code, tail, now)
             case Forked(role, number, pid):
                 return self._forked(role, number, pid)
+            case Succeeded(role, number, pid):
+                return self._succeeded(role, number, pid)
             case ForkFailed(role, number, message):
                 return [
                     Say(f"cannot start {role} {number}: {message}"),
@@ -279,6 +283,16 @@ class AgentCore:
             return _kill(role, pid)
         child.pid = pid
         effects: list[Effect] = [Say(f"started {role} {number} (pid {pid})")]
+        if child.kill:
+            effects += _kill(role, pid)
+        return effects
+
+    def _succeeded(self, role: str, number: int, pid: int) -> list[Effect]:
+        child = self.children.get((role, number))
+        if child is None:
+            return _kill(role, pid)
+        child.pid = pid
+        effects: list[Effect] = [Say(f"{role} {number} goes on as pid {pid}")]
         if child.kill:
             effects += _kill(role, pid)
         return effects

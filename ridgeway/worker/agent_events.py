@@ -43,9 +43,10 @@ class Welcomed(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused(Event):
-    """The head will not have this agent: trying again is of no use."""
+    """The head will not have this agent: trying again is of no use, unless its place is only ``taken``."""
 
     message: str
+    taken: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +108,15 @@ class ForkFailed(Event):
     role: str
     number: int
     message: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Succeeded(Event):
+    """Another process has taken the place of a child's, under its number."""
+
+    role: str
+    number: int
+    pid: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

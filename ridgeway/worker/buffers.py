@@ -114,6 +114,10 @@ class Promise:
         value = self._value if self._arrived.is_set() else None
         return None if isinstance(value, Status) else value
 
+    def value_or_error(self) -> Any:
+        """The value, or the `Status` in its place, once it is resolved."""
+        return self._value
+
     def wait(self, timeout_seconds: float, ended: Ended = _never) -> Any:
         """The value.
 
@@ -185,6 +189,25 @@ class PromiseTable:
             if promise.claimed:
                 del self._promises[token]
         promise.resolve(value)
+
+    @property
+    def awaited(self) -> int:
+        """Announced, and not here."""
+        with self._lock:
+            return sum(promise.claimed and not promise.resolved for promise in self._promises.values())
+
+    def legacy(self) -> tuple[dict[int, Any], dict[int, Status]]:
+        """What a successor of this process needs, nothing being `awaited`: bytes (or errors) that came before the
+        order that will name them, and the lost peers."""
+        with self._lock:
+            here = {token: promise.value_or_error() for token, promise in self._promises.items() if promise.resolved}
+            return here, dict(self._lost_peers)
+
+    def inherit(self, tokens: dict[int, Any], lost_peers: dict[int, Status]) -> None:
+        """Begin with a predecessor's `legacy`."""
+        for token, value in tokens.items():
+            self.resolve(token, value)
+        self._lost_peers.update(lost_peers)
 
     def expire(self, patience_seconds: float) -> None:
         """Fail what was announced so long ago and did not come: the network between two hosts can swallow bytes
@@ -305,6 +328,15 @@ class BufferStore:
             group = self._groups.pop(number, None)
             if group is not None and group.in_host_memory:
                 del self._in_host_memory[number]
+
+    def legacy(self) -> list[tuple[int, bool, dict[int, Any]]]:
+        """All groups, drained: number, whether it was asked to be in host memory, device -> shard."""
+        return [(number, group.in_host_memory, _split(group)) for number, group in self._groups.items()]
+
+    def inherit(self, groups: dict[int, Group]) -> None:
+        """Begin with a predecessor's groups."""
+        for number, group in groups.items():
+            self.set(number, group)
 
     def group(self, number: int) -> Group:
         """A group by number.

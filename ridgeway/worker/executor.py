@@ -20,8 +20,9 @@ from ridgeway.processes import memory_bytes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport import authentication, blocking_link
+from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed
-from ridgeway.worker import buffers, device_runtime
+from ridgeway.worker import buffers, device_runtime, succession
 from ridgeway.worker.agreement import Agreement
 from ridgeway.worker.buffer_orders import BufferOrders
 from ridgeway.worker.callbacks import CallbackCaller, without_own_frames
@@ -30,6 +31,7 @@ from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.persistence import PersistenceOrders
 from ridgeway.worker.process_identity import hello_versions
 from ridgeway.worker.program_orders import ProgramOrders
+from ridgeway.worker.renewal import Renewal
 from ridgeway.worker.transfers import TransferClient, TransferServer
 from ridgeway.worker.waiting import Waiters
 
@@ -43,9 +45,11 @@ ABANDONED_LIMIT = 8
 
 
 class Executor:
-    """State of one executor process."""
+    """State of one executor process, which begins with the ``legacy`` of a predecessor if it has one."""
 
-    def __init__(self, link: blocking_link.BlockingLink, arguments: dict[str, Any]):
+    def __init__(
+        self, link: blocking_link.BlockingLink, arguments: dict[str, Any], legacy: succession.Legacy | None = None
+    ):
         self.link = link
         self.settings = runtime_settings.Settings(**arguments["settings"])
         self.address: str = arguments["address"]
@@ -56,8 +60,9 @@ class Executor:
         self.store = buffers.BufferStore(self.settings.transfer_timeout_seconds)
         self.transfers = TransferClient(arguments["secret"], self.settings.transfer_timeout_seconds)
         self.server = TransferServer(
-            self.address, arguments["secret"], self.promises, self.settings.handshake_timeout_seconds
-        )
+            self.address, arguments["secret"], self.promises, self.settings.handshake_timeout_seconds,
+            () if legacy is None else legacy.sockets,
+        )  # fmt: skip
         self.callbacks = CallbackCaller(self.promises, link.send, self.settings.callback_timeout_seconds)
         self.current_program = ""
         self._lock = threading.Lock()
@@ -75,7 +80,14 @@ class Executor:
         """generations that were aborted and not yet left"""
         self._abandoned: list[Runtime] = []
         """runtimes whose executions never returned; dropping one would block"""
-        self.runtime = device_runtime.runtime_alone(0, self.devices_per_host)
+        self.aborts = 0
+        """Aborted generations that this process has left; each leaves threads and sockets behind"""
+        self._read_on = threading.Event()
+        self.answered = 0
+        """Requests of the head that were; it numbers them from 1 on."""
+        if legacy is not None:
+            self._inherit(legacy)
+        self.runtime = device_runtime.runtime_alone(self.first_device, self.devices_per_host)
         self.waiters = self._new_waiters(self.runtime)
         buffer_orders = BufferOrders(self)
         persistence = PersistenceOrders(self, buffer_orders)
@@ -84,10 +96,14 @@ class Executor:
             "service": self._service_here, "abort": self._abort, "everybody_refused": self._everybody_refused,
             **persistence.aside,
         }  # fmt: skip
+        self.programs = ProgramOrders(self)
+        if legacy is not None:
+            self.programs.sources.update(legacy.programs)
+        self.renewal = Renewal(self, arguments.get("template_descriptor"))
         self._handlers: dict[str, Callable[..., None]] = {
             "assign": self._assign,
             "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
-            **buffer_orders.handlers, **ProgramOrders(self).handlers, **persistence.handlers,
+            **buffer_orders.handlers, **self.programs.handlers, **persistence.handlers, **self.renewal.handlers,
         }  # fmt: skip
 
     # ---- threads
@@ -105,8 +121,38 @@ class Executor:
                 else:
                     self._received += 1
                     self._orders.put((message, attached))
+                    if message[0] == "renew":
+                        # What follows may be for the successor.
+                        self._read_on.wait()
+                        self._read_on.clear()
         except LinkClosed:
             return EXIT_HEAD_GONE
+
+    def read_on(self) -> None:
+        """The order to renew was not carried out: the reader may go on."""
+        self._read_on.set()
+
+    @property
+    def abandoned(self) -> int:
+        """Clients that were left behind with executions that never returned."""
+        return len(self._abandoned)
+
+    def state(self) -> dict[str, Any]:
+        """What a successor has to know besides what is held, once the present order is done."""
+        return {
+            "first_device": self.first_device, "received": self._received, "dispatched": self._dispatched + 1,
+            "completed": self._completed_before + self.waiters.completed, "waits": self._waits,
+            "missed_generation": self._missed_generation, "answered": self.answered,
+        }  # fmt: skip
+
+    def _inherit(self, legacy: succession.Legacy) -> None:
+        state = legacy.state
+        self.first_device = state["first_device"]
+        self._received, self._dispatched = state["received"], state["dispatched"]
+        self._completed_before, self._waits = state["completed"], state["waits"]
+        self._missed_generation, self.answered = state["missed_generation"], state["answered"]
+        self.promises.inherit(legacy.promises, state["lost_peers"])
+        self.store.inherit(legacy.store)
 
     def _run_orders(self) -> None:
         while True:
@@ -135,8 +181,8 @@ class Executor:
         if self.callbacks.waiting:
             outstanding = False  # it is the controller that takes its time
         completed = self._completed_before + waiters.completed + self._waits
-        held = self.store.host_memory_bytes()
-        self._tell(["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid()), held])
+        held, worn = self.store.host_memory_bytes(), self.renewal.worn
+        self._tell(["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid()), held, worn])
 
     def _tell(self, message: list[Any]) -> None:
         try:
@@ -159,11 +205,15 @@ class Executor:
         return given or statuses.classify_runtime_error(text)
 
     def wait_for_agreement(self, runtime: Runtime) -> None:
-        """Before a program of several executors is started: let a refusal of an earlier one be settled.
+        """Before a program of several executors is started: let it be settled how earlier ones end that may have failed
+        here alone.
 
         Raises:
           statuses.StatusError: the generation has ended, or the head did not say in time.
         """
+        waiters = self.waiters
+        while runtime.aborted is None and (waiters.risky or (self.agreement.doubtful and waiters.executing)):
+            time.sleep(0.001)  # a callback has its deadline, and so has a generation in which nothing gets on
         patience = self.settings.disagreement_seconds + self.settings.generation_create_timeout_seconds
         settled = self.agreement.reached(lambda: runtime.aborted is not None, patience)
         if runtime.aborted is not None:
@@ -180,8 +230,13 @@ class Executor:
         """Tell the head, which must know when members of a generation disagree."""
         self._tell(["execution_failed", execution, runtime.generation, *_error_fields(status, runtime)])
 
+    def _count_answer(self) -> None:
+        with self._lock:
+            self.answered += 1
+
     def reply(self, request: int, *fields: Any, attached: tuple[bytes, ...] = ()) -> None:
         """Answer a request."""
+        self._count_answer()
         try:
             self.link.send(["reply", request, *fields], attached)
         except LinkClosed:
@@ -189,6 +244,7 @@ class Executor:
 
     def reply_error(self, request: int, status: Status, runtime: Runtime) -> None:
         """Answer a request with an error."""
+        self._count_answer()
         self._tell(["error", request, *_error_fields(status, runtime)])
 
     def answer(self, request: int, runtime: Runtime, attach: bool = False) -> Callable[[Any, Status | None], None]:
@@ -261,6 +317,7 @@ class Executor:
             self._abandoned.append(old)
         else:
             waiters.close()
+        self.aborts += old.aborted is not None
         old.close()
         runtime = device_runtime.runtime_alone(self.first_device, self.devices_per_host)
         with self._lock:
@@ -337,7 +394,7 @@ class Executor:
         with self._lock:
             self._services.pop(generation, None)
             self._cancelled.pop(generation, None)
-        self.reply(request)
+        self.reply(request, self.renewal.worn)
 
     def _enter_generation(
         self, request: int, generation: int, rank: int, first_devices: list[int], attached: list[bytearray]
@@ -364,6 +421,7 @@ class Executor:
                 self._services.pop(generation, None)
             self._missed_generation = generation
             status = entering.aborted or status
+            self._count_answer()
             self._tell(["error", request, int(status.code), status.message, True, generation])
             return
         waiters = self._new_waiters(runtime)
@@ -390,6 +448,8 @@ def main(arguments: dict[str, Any]) -> int:
     gc.freeze()  # what was imported stays for good: collections need not look at it
     timeout = arguments["settings"]["executor_start_timeout_seconds"]
     name = f"executor {arguments['executor']}"
+    if arguments.get("inherited"):
+        return _succeed(name, arguments)
     try:
         link = blocking_link.connect(arguments["head_host"], arguments["head_port"], arguments["secret"], timeout)
         executor = Executor(link, arguments)
@@ -406,4 +466,20 @@ def main(arguments: dict[str, Any]) -> int:
     if answer[0] != "welcome":
         print(f"{name}: refused: {answer[-1]}", flush=True)
         return EXIT_REFUSED
+    return executor.run()
+
+
+def _succeed(name: str, arguments: dict[str, Any]) -> int:
+    """Begin where a predecessor lets go."""
+    started = time.monotonic()
+    try:
+        channel, legacy = succession.inherit(arguments["inherited"])
+        executor = Executor(legacy.link, arguments, legacy)
+        succession.commit(channel)
+    except (OSError, LinkClosed, FrameError) as error:
+        print(f"{name}: not succeeded: {error}", flush=True)
+        return EXIT_REFUSED
+    executor.server.gate.open()
+    executor.reply(legacy.state["request"], True, os.getpid())
+    print(f"{name}: a new process goes on with it, made in {time.monotonic() - started:.2f} s", flush=True)
     return executor.run()

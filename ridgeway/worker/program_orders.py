@@ -19,7 +19,7 @@ class ProgramOrders:
     def __init__(self, executor: "Executor"):
         self._executor = executor
         self._store = executor.store
-        self._sources: dict[str, program_source.ProgramSource] = {}
+        self.sources: dict[str, program_source.ProgramSource] = {}
         self.handlers: dict[str, Callable[..., None]] = {
             "load": self.load, "unload": self.unload, "preload": self.preload,
             "execute": self.execute, "execute_and_tell": self.execute_and_tell,
@@ -28,18 +28,18 @@ class ProgramOrders:
     def load(self, *fields: Any, attached: list[bytearray]) -> None:
         """Keep a program; it is loaded into a runtime when it is first executed there."""
         source = program_source.from_fields(list(fields), bytes(attached[0]))
-        self._sources[source.program] = source
+        self.sources[source.program] = source
 
     def unload(self, programs: list[str], attached: list[bytearray]) -> None:
         """Forget programs."""
         for program in programs:
-            self._sources.pop(program, None)
+            self.sources.pop(program, None)
             self._executor.runtime.programs.pop(program, None)
 
     def preload(self, programs: list[str], attached: list[bytearray]) -> None:
         """Load programs into the present runtime beside whatever comes next."""
         runtime = self._executor.runtime
-        sources = [source for program in programs if (source := self._sources.get(program)) is not None]
+        sources = [source for program in programs if (source := self.sources.get(program)) is not None]
 
         def work() -> None:
             for source in sources:
@@ -64,7 +64,7 @@ class ProgramOrders:
         donated even if the program would."""
         executor = self._executor
         runtime = executor.runtime
-        source = self._sources[program]
+        source = self.sources[program]
         local = tuple(d for d in source.devices if d in runtime.local)
         spans = len(source.devices) > len(local)
         executor.current_program = source.name
@@ -102,14 +102,17 @@ class ProgramOrders:
         for result, output, kind in zip(results, outputs, source.output_memory_kinds, strict=True):
             self._store.set(result, buffers.result_group(output, loaded.local, runtime, tainted, kind))
         answer = None if request is None else executor.answer(request, runtime)
+        agreement = executor.agreement
 
         def complete(_: Any, error: Status | None) -> None:
             if error is not None:
+                if runtime.generation > 0 and runtime.aborted is None:
+                    agreement.failed(execution, spans)
                 executor.execution_failed(execution, error, runtime)
             if answer is not None:
                 answer(None, error)
 
-        executor.waiters.execution(token, complete, tainted)
+        executor.waiters.execution(token, complete, tainted, bool(source.callbacks))
 
     def _loaded(self, source: program_source.ProgramSource, runtime: Runtime) -> LoadedProgram:
         loaded = runtime.programs.get(source.program)

@@ -8,12 +8,14 @@ socket with one JSON object a line::
                         {"forked": role, "id": n, "pid": pid}
                         {"fork_failed": role, "id": n, "message": text}
                         {"exited": role, "id": n, "code": exit code, negative for a signal}
+                        {"succeeded": role, "id": n, "pid": pid}: another process has taken the place of n's
 
-It ends when the socket closes, and its children end with it.  Secrets travel in ``arguments``, over the
-socket.
+An executor may ask it for a successor of itself (see `worker.succession`). It ends when the socket closes, and its
+children end with it.  Secrets travel in ``arguments``, over the socket.
 """
 
 import argparse
+import dataclasses
 import faulthandler
 import gc
 import importlib
@@ -25,10 +27,15 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from ridgeway import processes
+
+#: What an executor that has a successor exits with, what it asks for one with, and with how many sockets at most.
+EXIT_SUCCEEDED = 75
+SUCCESSOR_REQUEST = b"successor\n"
+DESCRIPTORS_LIMIT = 253
 
 #: Role of a child -> the module whose ``main(arguments: dict) -> int`` it runs.
 DEFAULT_ENTRY_MODULES = {
@@ -68,6 +75,17 @@ def thread_count() -> int:
         return 1
 
 
+@dataclasses.dataclass(slots=True)
+class _Child:
+    role: str
+    number: int
+    arguments: dict[str, Any]
+    channel: socket.socket | None = None
+    """Over which an executor asks for its successor."""
+    predecessor: int | None = None
+    """The process whose place it is to take."""
+
+
 class Template:
     """The loop that forks and reaps."""
 
@@ -76,7 +94,9 @@ class Template:
         self._log_descriptor = log_descriptor
         self._entries = entries
         self._pid = os.getpid()
-        self._children: dict[int, tuple[str, int]] = {}
+        self._children: dict[int, _Child] = {}
+        self._ended_early: dict[int, int] = {}
+        """predecessor -> exit code of a successor that ended before it was heard that it had taken over"""
         self._wakeup_reader, self._wakeup_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
 
@@ -99,6 +119,9 @@ class Template:
                 if key.fileobj is self._wakeup_reader:
                     self._wakeup_reader.recv(4096)
                     continue
+                if key.data is not None:
+                    self._asked(key.data)
+                    continue
                 data = self._control.recv(1 << 16)
                 if not data:
                     return
@@ -114,16 +137,70 @@ class Template:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            pid = os.fork()
+            pid = self._start(_Child(role, number, request["arguments"]), ())
         except OSError as error:
             self._tell({"fork_failed": role, "id": number, "message": str(error)})
             return
-        if pid == 0:
-            self._become(role, request["arguments"])
-        self._children[pid] = (role, number)
         self._tell({"forked": role, "id": number, "pid": pid})
 
-    def _become(self, role: str, arguments: dict[str, Any]) -> NoReturn:
+    def _start(self, child: _Child, inherited: Sequence[int]) -> int:
+        """Fork a child that has some descriptors more.
+
+        Raises:
+          OSError: it cannot be forked.
+        """
+        theirs: socket.socket | None = None
+        if child.role == "executor":
+            child.channel, theirs = socket.socketpair()
+        try:
+            pid = os.fork()
+        except OSError:
+            for end in (child.channel, theirs):
+                if end is not None:
+                    end.close()
+            raise
+        if pid == 0:
+            arguments = dict(child.arguments)
+            if theirs is not None:
+                arguments |= {"inherited": list(inherited), "template_descriptor": theirs.detach()}
+            self._become(child.role, arguments, [*inherited, *([arguments["template_descriptor"]] if theirs else [])])
+        self._children[pid] = child
+        if child.channel is not None and theirs is not None:
+            theirs.close()
+            child.channel.setblocking(False)
+            self._selector.register(child.channel, selectors.EVENT_READ, pid)
+        return pid
+
+    def _asked(self, pid: int) -> None:
+        """An executor wants a successor, or has ended."""
+        child = self._children.get(pid)
+        if child is None or child.channel is None:
+            return
+        try:
+            data, descriptors, _, _ = socket.recv_fds(child.channel, 4096, DESCRIPTORS_LIMIT)
+        except OSError:
+            data, descriptors = b"", []
+        try:
+            if data != SUCCESSOR_REQUEST:
+                self._close_channel(child)
+                return
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._start(_Child(child.role, child.number, child.arguments, predecessor=pid), descriptors)
+        except OSError as error:
+            # The executor sees the end of the channel that it has sent along, and goes on without.
+            print(f"ridgeway template: no successor of executor {child.number}: {error}", file=sys.stderr, flush=True)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _close_channel(self, child: _Child) -> None:
+        if child.channel is not None:
+            self._selector.unregister(child.channel)
+            child.channel.close()
+            child.channel = None
+
+    def _become(self, role: str, arguments: dict[str, Any], keep: Collection[int]) -> NoReturn:
         """In the child: let go of everything of the template's, then run the entry point and end."""
         code = 1
         try:
@@ -134,9 +211,13 @@ class Template:
             os.dup2(self._log_descriptor, 1)
             os.dup2(self._log_descriptor, 2)
             # Closed as objects first: one collected later would close a number that is somebody else's.
-            for end in (self._selector, self._control, self._wakeup_reader, self._wakeup_writer):
+            channels = [child.channel for child in self._children.values() if child.channel is not None]
+            for end in (self._selector, self._control, self._wakeup_reader, self._wakeup_writer, *channels):
                 end.close()
-            os.closerange(3, _highest_descriptor() + 1)
+            first = 3
+            for kept in [*sorted(keep), _highest_descriptor() + 1]:
+                os.closerange(first, kept)
+                first = kept + 1
             for stream in (sys.stdout, sys.stderr):
                 # A whole line in one write, also with PYTHONUNBUFFERED: several processes share the log.
                 stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
@@ -164,8 +245,31 @@ class Template:
             if pid == 0:
                 return
             if pid in self._children:
-                role, number = self._children.pop(pid)
-                self._tell({"exited": role, "id": number, "code": os.waitstatus_to_exitcode(status)})
+                self._ended(pid, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, pid: int, code: int) -> None:
+        child = self._children.pop(pid)
+        self._close_channel(child)
+        if child.predecessor in self._children:
+            # Nobody's child yet. If its predecessor has let go already, this end is the executor's.
+            self._ended_early[child.predecessor] = code
+            return
+        early = self._ended_early.pop(pid, None)
+        successors = [(p, c) for p, c in self._children.items() if c.predecessor == pid]
+        if code == EXIT_SUCCEEDED and successors:
+            successor, heir = successors[0]
+            heir.predecessor = None
+            self._tell({"succeeded": child.role, "id": child.number, "pid": successor})
+            return
+        for successor, heir in successors:
+            # Its predecessor ended in the middle: whatever it has is not to be trusted.
+            heir.predecessor = None
+            processes.send_signal(successor, signal.SIGKILL)
+            self._children.pop(successor)
+            self._close_channel(heir)
+        if code == EXIT_SUCCEEDED and early is not None:
+            code = early
+        self._tell({"exited": child.role, "id": child.number, "code": code})
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(message).encode() + b"\n")

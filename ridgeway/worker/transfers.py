@@ -8,7 +8,7 @@ and pushes ``["push", token, dtype kind, shape]`` with one buffer, or
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import device_runtime
 from ridgeway.worker.buffers import PromiseTable
 from ridgeway.worker.failures import GenerationFailure
+from ridgeway.worker.gate import Gate
 
 BACKLOG = 64
 IDLE_SECONDS = 60.0
@@ -29,45 +30,85 @@ IDLE_SECONDS = 60.0
 
 
 class TransferServer:
-    """Receives shards and resolves their promises."""
+    """Receives shards and resolves their promises.
 
-    def __init__(self, address: str, secret: str, promises: PromiseTable, handshake_timeout_seconds: float):
+    Args:
+      inherited: the sockets of a predecessor of this process: its listener, then its authenticated connections. The
+        gate is closed then, for the predecessor to let go first.
+    """
+
+    def __init__(
+        self, address: str, secret: str, promises: PromiseTable, handshake_timeout_seconds: float,
+        inherited: Sequence[socket.socket] = (),
+    ):  # fmt: skip
         self._secret = secret
         self._promises = promises
         self._handshake_timeout_seconds = handshake_timeout_seconds
-        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+        self._listener = inherited[0] if inherited else socket.create_server((address, 0), backlog=BACKLOG)
         self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="transfer-accept", daemon=True).start()
+        self.gate = Gate(closed=bool(inherited))
+        self._connections: dict[socket.socket, None] = {}
+        self.gate.enter()
+        for connection in inherited[1:]:
+            self.gate.enter()
+            self._start("transfer-receive", self._serve_inherited, connection)
+        self._start("transfer-accept", self._accept)
+
+    def sockets(self) -> list[socket.socket]:
+        """What a successor inherits; to be asked for while the gate is closed."""
+        return [self._listener, *self._connections]
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=target, args=arguments, name=name, daemon=True).start()
 
     def _accept(self) -> None:
         while True:
+            self.gate.wait(self._listener)
             connection, _ = self._listener.accept()
             device_runtime.spare_socket_from_abort(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="transfer-receive", daemon=True).start()
+            self.gate.enter()
+            self._start("transfer-receive", self._serve, connection)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            link = blocking_link.accept(connection, self._secret, self._handshake_timeout_seconds)
-            while True:
-                message, buffers = link.receive()
-                if message[0] == "push":
-                    _, token, kind, shape = message
-                    data = np.frombuffer(buffers[0], dtype=dtypes.dtype_of_kind(kind)).reshape(shape)
-                    self._promises.resolve(token, data)
-                elif message[0] == "failed":
-                    _, token, code, text, generation = message
-                    status = Status(Code(code), text)
-                    if generation:
-                        status = GenerationFailure(Code(code), text, generation)
-                    self._promises.resolve(token, status)
+            self._receive(blocking_link.accept(connection, self._secret, self._handshake_timeout_seconds))
         except (authentication.AuthenticationError, LinkClosed, FrameError):
             pass
         finally:
-            try:
-                device_runtime.forget_socket(connection)
-            except OSError:
-                pass
-            connection.close()
+            self._close(connection)
+
+    def _serve_inherited(self, connection: socket.socket) -> None:
+        try:
+            self._receive(BlockingLink(connection))
+        except (LinkClosed, FrameError):
+            pass
+        finally:
+            self._close(connection)
+
+    def _receive(self, link: BlockingLink) -> None:
+        self._connections[link.socket] = None
+        while True:
+            self.gate.wait(link.socket)
+            message, buffers = link.receive()
+            if message[0] == "push":
+                _, token, kind, shape = message
+                data = np.frombuffer(buffers[0], dtype=dtypes.dtype_of_kind(kind)).reshape(shape)
+                self._promises.resolve(token, data)
+            elif message[0] == "failed":
+                _, token, code, text, generation = message
+                status = Status(Code(code), text)
+                if generation:
+                    status = GenerationFailure(Code(code), text, generation)
+                self._promises.resolve(token, status)
+
+    def _close(self, connection: socket.socket) -> None:
+        self._connections.pop(connection, None)
+        self.gate.leave()
+        try:
+            device_runtime.forget_socket(connection)
+        except OSError:
+            pass
+        connection.close()
 
 
 Failed = Callable[[OSError], None]
@@ -82,6 +123,7 @@ class TransferClient:
         self._timeout_seconds = timeout_seconds
         self._queues: dict[tuple[str, int], queue.SimpleQueue[tuple[list[Any], list[Any], Failed]]] = {}
         self._lock = threading.Lock()
+        self._unsent = 0
 
     def push(self, host: str, port: int, token: int, data: np.ndarray, failed: Failed) -> None:
         """Send one shard, or a part of one; ``failed`` is called on another thread if it cannot be sent (the head
@@ -94,6 +136,11 @@ class TransferClient:
         generation = status.generation if isinstance(status, GenerationFailure) else 0
         self._enqueue(host, port, ["failed", token, int(status.code), status.message, generation], [], failed)
 
+    @property
+    def unsent(self) -> int:
+        """Messages that the kernel has not taken yet."""
+        return self._unsent
+
     def _enqueue(self, host: str, port: int, message: list[Any], arrays: list[np.ndarray], failed: Failed) -> None:
         address = (host, port)
         with self._lock:
@@ -102,6 +149,7 @@ class TransferClient:
                 waiting = self._queues[address] = queue.SimpleQueue()
                 name = f"transfer-send-{host}:{port}"
                 threading.Thread(target=self._send_all, args=(address, waiting), name=name, daemon=True).start()
+            self._unsent += 1
             waiting.put((message, arrays, failed))
 
     def _send_all(self, address: tuple[str, int], waiting: "queue.SimpleQueue[Any]") -> None:
@@ -124,6 +172,9 @@ class TransferClient:
                 _close(link)
                 link = None
                 failed(error)
+            finally:
+                with self._lock:
+                    self._unsent -= 1
 
     def _connect(self, address: tuple[str, int]) -> BlockingLink:
         link = blocking_link.connect(*address, self._secret, self._timeout_seconds)

@@ -22,12 +22,13 @@ Deliver = Callable[[Any, "Status | None"], None]
 
 
 class _Task:
-    __slots__ = ("_lock", "deliver", "done", "in_order", "spans")
+    __slots__ = ("_lock", "deliver", "done", "in_order", "risky", "spans")
 
     def __init__(self, deliver: Deliver, spans: bool):
         self.deliver = deliver
         self.spans = spans
         self.in_order = False
+        self.risky = False
         self.done = False
         self._lock = threading.Lock()
 
@@ -52,6 +53,10 @@ class Waiters:
         self._lock = threading.Lock()
         self._abandoned: Status | None = None
         self.completed = 0
+        self.executing = 0
+        """Executions that were started, and whose end has not been delivered."""
+        self.risky = 0
+        """Those of them that may fail on this executor alone."""
         self._completions: threading.Thread | None = None
 
     def submit(self, wait: Callable[[], Any], deliver: Deliver, spans: bool = False, bulk: bool = False) -> None:
@@ -61,12 +66,16 @@ class Waiters:
         if task is not None:
             (self._bulk if bulk else self._pool).submit(self._run, wait, task)
 
-    def execution(self, token: Any, deliver: Deliver, spans: bool) -> None:
-        """Deliver when an execution is complete. Executions complete in order, so one thread waits for them all."""
+    def execution(self, token: Any, deliver: Deliver, spans: bool, risky: bool = False) -> None:
+        """Deliver when an execution is complete. Executions complete in order, so one thread waits for them all.
+        ``risky``: it may fail on this executor alone while it runs."""
         task = self._register(deliver, spans)
         if task is None:
             return
-        task.in_order = True
+        task.in_order, task.risky = True, risky
+        with self._lock:
+            self.executing += 1
+            self.risky += risky
         if self._completions is None:
             self._completions = threading.Thread(target=self._wait_for_executions, name="completions", daemon=True)
             self._completions.start()
@@ -96,6 +105,8 @@ class Waiters:
         task.finish(result, error)
         with self._lock:
             self._tasks.pop(task, None)
+            self.executing -= task.in_order
+            self.risky -= task.risky
 
     def _run(self, wait: Callable[[], Any], task: _Task) -> None:
         try:

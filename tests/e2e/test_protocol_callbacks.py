@@ -113,6 +113,46 @@ np.asarray(g(jnp.ones(3)))
     assert program.run("result = float(jnp.ones(3).sum())") == 3.0
 
 
+def test_a_callback_that_fails_for_one_executor_never_mixes_up_what_comes_next(program: Controller) -> None:
+    """The other executor waits in the program's collective; with the next program's numbers it would go on wrongly."""
+    assert program.run("""
+mesh = Mesh(np.array(jax.devices()), ("x",))
+split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+
+def fails_for_the_first(a):
+    if np.asarray(a)[0] == 0:
+        raise LookupError("no such thing")
+    return np.asarray(a)
+
+def summing(x):
+    return jax.lax.psum(x, "x")
+
+def called(x):
+    return summing(jax.pure_callback(fails_for_the_first, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+
+def shard(function):
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False))
+
+first, second = shard(called), shard(summing)
+np.asarray(second(jax.device_put(np.ones(4, np.float32), split)))
+result = []
+for turn in range(3):
+    bad = first(jax.device_put(np.arange(4, dtype=np.float32), split))
+    good = [second(jax.device_put(np.full(4, 100 * (n + 1), np.float32), split)) for n in range(3)]
+    for n, value in enumerate(good):
+        try:
+            result.append(np.asarray(value).tolist() == [400.0 * (n + 1)])
+        except jax.errors.JaxRuntimeError as error:
+            result.append("DATA_LOSS" in str(error) or "no such thing" in str(error))
+    try:
+        np.asarray(bad)
+        result.append("it did not fail")
+    except jax.errors.JaxRuntimeError:
+        result.append(True)
+result.append(np.asarray(second(jax.device_put(np.ones(4, np.float32), split))).tolist())
+""") == [True] * 12 + [[4.0]]
+
+
 def test_a_slice_dies_while_a_callback_blocks(pair: Cluster, program: Controller) -> None:
     program.run("""
 import threading

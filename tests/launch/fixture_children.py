@@ -29,7 +29,7 @@ def main(arguments: dict) -> int:
         raise RuntimeError("a mistake in the executor")
     if number == REPORTS_DESCRIPTORS:
         names = sorted(int(name) for name in os.listdir("/proc/self/fd"))
-        # The last one is the listing's own.
+        # The last one is the listing's own, the one before the channel to the template.
         print(f"descriptors {names[:-1]} threads {threading.active_count()}")
         opened = socket.socket()
         opened.close()

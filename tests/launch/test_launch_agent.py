@@ -80,7 +80,7 @@ def test_starts_kills_and_reports_children() -> None:
                 fixture_children.REPORTS_DESCRIPTORS: 0,
             }
             await worker.says("RuntimeError: a mistake in the executor")
-            await worker.says("descriptors [0, 1, 2] threads 1")
+            await worker.says("descriptors [0, 1, 2, 3] threads 1")
             await worker.says("descriptors ok True")
             agent.link.send(["kill_executor", 1, "it does not drain"])
             assert await agent.next("process_exited") == ["process_exited", "executor", 1, -signal.SIGKILL]
@@ -102,7 +102,7 @@ def test_a_child_is_given_what_it_needs_and_no_secret_shows_outside() -> None:
                 arguments = json.loads(found[1])
                 assert set(arguments) == {
                     "head_host", "head_port", "secret", "agent", "executor", "devices_per_host", "settings",
-                    "address", "log_prefix",
+                    "address", "log_prefix", "inherited", "template_descriptor",
                 }  # fmt: skip
                 assert arguments["secret"] == head.secret
                 assert arguments["settings"]["probe_hold_seconds"] == 3.25

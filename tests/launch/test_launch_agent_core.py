@@ -61,6 +61,13 @@ def test_it_tries_to_reach_a_head_until_the_deadline():
     assert "no head answers at head:29001" in effects[0].text
 
 
+@pytest.mark.parametrize(("taken", "code"), [(False, core.EXIT_REFUSED), (True, core.EXIT_PLACE_TAKEN)])
+def test_a_place_that_is_taken_is_told_from_a_mistake(taken, code):
+    agent = make()
+    agent.handle(core.Started(), 0.0)
+    assert agent.handle(core.Refused("no", taken), 0.1)[-1] == core.Exit(code)
+
+
 def test_heartbeats_go_out_and_silence_ends_the_work():
     agent = joined(heartbeat_interval_seconds=1.0, heartbeat_timeout_seconds=4.0)
     agent.handle(core.MessageReceived(["start_executor", 7]), 0.0)
@@ -91,6 +98,20 @@ def test_an_executor_that_is_to_die_before_it_is_born_dies_at_birth():
     effects = agent.handle(core.ChildExited("executor", 7, -9), 0.2)
     assert core.Send(["process_exited", "executor", 7, -9]) in effects
     assert agent.children == {}
+
+
+def test_an_executor_goes_on_as_another_process():
+    agent = joined()
+    agent.handle(core.MessageReceived(["start_executor", 7]), 0.0)
+    agent.handle(core.Forked("executor", 7, 100), 0.0)
+    assert kinds(agent.handle(core.Succeeded("executor", 7, 200), 0.1)) == []
+    effects = agent.handle(core.MessageReceived(["deliver_signal", "executor", 9]), 0.2)
+    assert [effect for effect in effects if isinstance(effect, core.SignalChild)] == [core.SignalChild(200, 9)]
+    # One that is to die dies under whatever process id; one that nobody knows any more too.
+    agent.handle(core.MessageReceived(["kill_executor", 7, "why"]), 0.3)
+    assert core.SignalChild(300, signal.SIGKILL) in agent.handle(core.Succeeded("executor", 7, 300), 0.4)
+    agent.handle(core.ChildExited("executor", 7, -9), 0.5)
+    assert agent.handle(core.Succeeded("executor", 7, 400), 0.6) == [core.SignalChild(400, signal.SIGKILL)]
 
 
 def test_a_fork_that_fails_is_reported_as_an_exit():

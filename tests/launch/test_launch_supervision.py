@@ -374,6 +374,21 @@ def test_a_mistake_that_no_replacement_mends(code, deaths):
     assert cluster.new(CannotStart) == []
 
 
+def test_a_place_that_the_head_still_holds_for_a_predecessor_is_tried_until_it_is_free():
+    cluster = Cluster()
+    slot = (0, 0)
+    # Never ready: the first one was cut off while it joined, and the head has not noticed yet.
+    cluster.join(cluster.at(slot)[0], ready=False)
+    cluster.exit(cluster.at(slot)[0], KILLED)
+    for _ in range(6):
+        cluster.advance(10.0)
+        cluster.exit(cluster.at(slot)[0], 5)
+    assert cluster.new(CannotStart) == []
+    cluster.advance(10.0)
+    cluster.join(cluster.at(slot)[0])
+    assert cluster.new(CannotStart) == []
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_whatever_happens_every_slice_gets_its_workers_back(seed):
     """Random exits, losses and joins: never two live processes that both want a slot for long, and once the
@@ -394,7 +409,7 @@ def test_whatever_happens_every_slice_gets_its_workers_back(seed):
             if slot is not None and not joined and (everything or rng.random() < 0.5):
                 others = [x for x in cluster.at(slot) if x != launch_id and x in cluster.incarnations]
                 if others:
-                    cluster.exit(launch_id, 2)
+                    cluster.exit(launch_id, 5)
                 else:
                     cluster.join(launch_id, ready=rng.random() < 0.9 or everything)
         for slot in cluster.policy.slots:

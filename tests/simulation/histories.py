@@ -154,6 +154,7 @@ class _History:
         world.say(f"a cluster of {topology} with {standbys} standbys and {who}, {count} faults")
         if count:
             cluster.hole_probability = chance.choice((0.0, 0.0, 0.2))
+            cluster.worn_probability = chance.choice((0.0, 0.5))
             cluster.crash_probability = chance.choice((0.0, 0.0, 0.1))
         clients = _Clients(cluster)
         for _ in range(chance.choice((1, 1, 2))):

@@ -80,7 +80,7 @@ class SimulatedExecutor(BufferHolder):
     def heartbeat(self) -> None:
         outstanding = self._dispatched < self._received or len(self.waiters.tasks) > 0
         completed = self._completed_before + self.waiters.completed
-        self.send(["heartbeat", self._dispatched, completed, outstanding, 0, 0])
+        self.send(["heartbeat", self._dispatched, completed, outstanding, 0, 0, False])
 
     async def _run_orders(self) -> None:
         while True:
@@ -179,9 +179,19 @@ class SimulatedExecutor(BufferHolder):
                 await self._leave()
             self.services.pop(generation, None)
             self.cancelled.pop(generation, None)
-            self.send(["reply", request])
+            self.send(["reply", request, self.world.random.random() < self.cluster.worn_probability])
 
         return work()
+
+    async def _order_renew(self, request: int, attached: list[bytes]) -> None:
+        if self.runtime.generation:
+            self.world.violation(f"{self.name} is to be renewed in generation {self.runtime.generation}")
+        await self._leave()
+        await self._pause(self.world.random.uniform(0.02, 0.2))
+        if self.world.random.random() < 0.2:
+            self.send(["reply", request, False, "something is under way"])
+        else:
+            self.send(["reply", request, True, 1])
 
     async def _order_enter_generation(
         self, request: int, generation: int, rank: int, first_devices: list[int], attached: list[bytes]

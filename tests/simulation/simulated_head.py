@@ -87,6 +87,7 @@ class SimulatedCluster:
         self.executors: dict[int, SimulatedExecutor] = {}
         self.agents: dict[str, SimulatedAgent] = {}
         self.hole_probability = 0.0
+        self.worn_probability = 0.0
         self.crash_probability = 0.0
         self.quiet_since: float | None = None
         """when faults stopped"""

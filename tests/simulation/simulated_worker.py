@@ -171,8 +171,8 @@ class SimulatedAgent(Process):
         match message:
             case ["welcome", welcome]:
                 self.handle(core.Welcomed(welcome))
-            case ["refused", _, text]:
-                self.handle(core.Refused(text))
+            case ["refused", code, text]:
+                self.handle(core.Refused(text, taken=code == "ALREADY_EXISTS"))
             case _:
                 self.handle(core.MessageReceived(message))
 

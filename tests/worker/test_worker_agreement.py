@@ -54,3 +54,14 @@ def test_the_end_of_the_generation_ends_the_waiting() -> None:
     ended = threading.Event()
     threading.Timer(0.05, ended.set).start()
     assert agreement.reached(ended.is_set, LONG_SECONDS)
+
+
+def test_what_failed_while_it_ran_is_settled_like_a_refusal() -> None:
+    agreement = Agreement()
+    agreement.failed(3, spans=False)
+    assert agreement.doubtful
+    assert agreement.reached(never, 0.0)
+    agreement.failed(4, spans=True)
+    assert not agreement.reached(never, 0.02)
+    agreement.everybody_refused(4)
+    assert agreement.reached(never, LONG_SECONDS)

@@ -1,0 +1,129 @@
+"""What `benchmarks.soak` runs: the plain trainer's model, trained without end by one process that survives everything.
+
+Says what happens as JSON lines on standard output and ends, at the step after, when its standard input does::
+
+    {"ready": pid}  {"attempt": number, "devices": count, "from": first step}  {"moment": "save"}
+    {"step": number, "loss": text of the float, "devices": count}  {"end": number of the last step}
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pathwaysutils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from pathwaysutils.elastic.manager import Manager, ScaleUpSignalError
+
+POLL_SECONDS = 1.0
+SLICE_TIMEOUT_SECONDS = 300.0
+
+
+def _trainer() -> Any:
+    path = Path(__file__).parents[1] / "examples" / "plain_trainer.py"
+    spec = importlib.util.spec_from_file_location("plain_trainer", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plain = _trainer()
+
+
+def say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+class Soak:
+    """The function that is tried again and again, and what outlives its attempts."""
+
+    def __init__(self, options: argparse.Namespace, manager: Manager):
+        self._options = options
+        self._manager = manager
+        self._attempt = 0
+        self._ending = threading.Event()
+        self._last_step: int | None = options.steps
+        threading.Thread(target=self._wait_for_the_end, daemon=True).start()
+
+    def _wait_for_the_end(self) -> None:
+        sys.stdin.read()
+        self._ending.set()
+
+    def _is_over(self, step: int) -> bool:
+        return self._ending.is_set() if self._last_step is None else step >= self._last_step
+
+    def train(self) -> None:
+        """One attempt: from the last checkpoint to the end."""
+        manager, model_parallel = self._manager, self._options.model_parallel
+        self._attempt += 1
+        devices = [d for i in sorted(manager.active_slice_indices) for d in manager.slice_to_devices[i]]
+        mesh = Mesh(np.array(devices).reshape(-1, model_parallel), ("data", "model"))
+
+        def described(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = plain.LAYOUT.get(getattr(path[-1], "key", ""), P())
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+        key = jax.random.key(0)
+        abstract = jax.tree_util.tree_map_with_path(described, jax.eval_shape(plain.initialize, key))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+        by_row, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        step_function = jax.jit(plain.train_step, out_shardings=(shardings, everywhere), donate_argnums=0)
+        period = self._options.checkpoint_period
+        options = ocp.CheckpointManagerOptions(save_interval_steps=period, max_to_keep=2)
+        with ocp.CheckpointManager(self._options.checkpoints.absolute(), options=options) as checkpoints:
+            restored = checkpoints.latest_step()
+            if restored is None:
+                state = jax.jit(plain.initialize, out_shardings=shardings)(key)
+            else:
+                state = checkpoints.restore(restored, args=ocp.args.StandardRestore(abstract))
+            step = -1 if restored is None else restored
+            say(attempt=self._attempt, devices=len(devices), **{"from": step + 1})
+            while True:
+                step += 1
+                started = time.monotonic()
+                batch = plain.batch_at(step)
+                tokens = jax.make_array_from_callback(batch.shape, by_row, batch.__getitem__)
+                state, loss = step_function(state, tokens)
+                say(step=step, loss=repr(float(loss)), devices=len(devices))
+                if step % period == 0:
+                    say(moment="save")
+                saved = checkpoints.save(step, args=ocp.args.StandardSave(state))
+                if saved and manager.available_inactive_slices:
+                    checkpoints.wait_until_finished()
+                    raise ScaleUpSignalError
+                if self._is_over(step):
+                    say(end=step)
+                    return
+                time.sleep(max(0.0, started + self._options.pace_seconds - time.monotonic()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoints", type=Path, required=True)
+    parser.add_argument("--minimum-slices", type=int, help="go on with as many; default: wait for all")
+    parser.add_argument("--checkpoint-period", type=int, default=20)
+    parser.add_argument("--model-parallel", type=int, default=2)
+    parser.add_argument("--pace-seconds", type=float, default=0.1, help="shortest time of a step")
+    parser.add_argument("--steps", type=int, help="end after this step instead of with standard input")
+    options = parser.parse_args()
+    pathwaysutils.initialize()
+    manager = Manager()
+    retry = manager.elastic_retry(
+        minimum_slice_count=options.minimum_slices, poll_interval=POLL_SECONDS, timeout=SLICE_TIMEOUT_SECONDS
+    )
+    say(ready=os.getpid())
+    retry(Soak(options, manager).train)()
+
+
+if __name__ == "__main__":
+    main()

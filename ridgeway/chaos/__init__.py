@@ -1,0 +1,1 @@
+"""Breaking a running cluster on purpose, from a seed."""
