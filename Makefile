@@ -12,9 +12,10 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 SURVIVORS_ARGS ?=
+SOAK_ARGS ?=
 CONFORMANCE_ARGS ?=
 
-.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors persistence conformance lock clean distclean
+.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors soak persistence conformance lock clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +46,9 @@ bench: setup ## Time recovery and steps, beside native multi-controller jax (min
 
 survivors: setup ## 50 kills at bad moments under overlapping device sets; writes docs/results/survivors.* (minutes)
 	$(PY) -m benchmarks.survivors $(SURVIVORS_ARGS)
+
+soak: setup ## 100 faults in a row of every kind for each way to recover; writes docs/results/soak.* (an hour)
+	for mode in pause resize snapshots; do $(PY) -m benchmarks.soak --mode $$mode $(SOAK_ARGS) || exit 1; done
 
 persistence: setup ## Save and restore 4.5 GiB with a head capped under 1 GB; writes docs/results/persistence.* (minutes)
 	$(PY) -m benchmarks.persistence $(PERSISTENCE_ARGS)

@@ -324,8 +324,11 @@ def _cluster(name: str, topology: str, standbys: int, separate: bool, work: Path
 
 def _arguments(mode: str, slices: int, checkpoints: Path) -> list[str]:
     arguments = ["--checkpoints", str(checkpoints)]
-    if mode == "resize":
+    if mode != "pause":
         arguments += ["--minimum-slices", str(slices - 1)]
+    if mode == "snapshots":
+        # Checkpoints only for the loss of every slice at once, which no snapshot outlives.
+        arguments += ["--snapshot-period", "1", "--checkpoint-period", "200"]
     return arguments
 
 

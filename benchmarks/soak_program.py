@@ -2,12 +2,11 @@
 
 Says what happens as JSON lines on standard output and ends, at the step after, when its standard input does::
 
-    {"ready": pid}  {"attempt": number, "devices": count, "from": first step}  {"moment": "save"}
+    {"ready": pid}  {"attempt": number, "devices": count, "from": first step}  {"moment": "save" or "snapshot"}
     {"step": number, "loss": text of the float, "devices": count}  {"end": number of the last step}
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -16,28 +15,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pathwaysutils
+import plain_trainer as plain
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pathwaysutils.elastic.manager import Manager, ScaleUpSignalError
+from snapshot_trainer import Snapshots
 
 POLL_SECONDS = 1.0
+#: Steps from one program that was never compiled before to the next.
+COMPILE_PERIOD = 20
 SLICE_TIMEOUT_SECONDS = 300.0
-
-
-def _trainer() -> Any:
-    path = Path(__file__).parents[1] / "examples" / "plain_trainer.py"
-    spec = importlib.util.spec_from_file_location("plain_trainer", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-plain = _trainer()
 
 
 def say(**message: Any) -> None:
@@ -52,6 +45,7 @@ class Soak:
         self._manager = manager
         self._attempt = 0
         self._ending = threading.Event()
+        self._snapshots = Snapshots() if options.snapshot_period else None
         self._last_step: int | None = options.steps
         threading.Thread(target=self._wait_for_the_end, daemon=True).start()
 
@@ -81,12 +75,14 @@ class Soak:
         period = self._options.checkpoint_period
         options = ocp.CheckpointManagerOptions(save_interval_steps=period, max_to_keep=2)
         with ocp.CheckpointManager(self._options.checkpoints.absolute(), options=options) as checkpoints:
+            kept = None if self._snapshots is None else self._snapshots.load(abstract)
             restored = checkpoints.latest_step()
-            if restored is None:
-                state = jax.jit(plain.initialize, out_shardings=shardings)(key)
+            if kept is not None:
+                step, state = kept
+            elif restored is not None:
+                step, state = restored, checkpoints.restore(restored, args=ocp.args.StandardRestore(abstract))
             else:
-                state = checkpoints.restore(restored, args=ocp.args.StandardRestore(abstract))
-            step = -1 if restored is None else restored
+                step, state = -1, jax.jit(plain.initialize, out_shardings=shardings)(key)
             say(attempt=self._attempt, devices=len(devices), **{"from": step + 1})
             while True:
                 step += 1
@@ -95,11 +91,20 @@ class Soak:
                 tokens = jax.make_array_from_callback(batch.shape, by_row, batch.__getitem__)
                 state, loss = step_function(state, tokens)
                 say(step=step, loss=repr(float(loss)), devices=len(devices))
+                if step % COMPILE_PERIOD == COMPILE_PERIOD // 2:
+                    # Something new to compile now and then: all else is compiled once.
+                    jax.block_until_ready(jax.jit(lambda x, step=step: x * step + jax.numpy.sin(x + step))(loss))
                 if step % period == 0:
                     say(moment="save")
                 saved = checkpoints.save(step, args=ocp.args.StandardSave(state))
+                if self._snapshots is not None and step % self._options.snapshot_period == 0:
+                    say(moment="snapshot")
+                    self._snapshots.save(step, state)
+                    saved = True
                 if saved and manager.available_inactive_slices:
                     checkpoints.wait_until_finished()
+                    if self._snapshots is not None:
+                        self._snapshots.join()
                     raise ScaleUpSignalError
                 if self._is_over(step):
                     say(end=step)
@@ -112,6 +117,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, required=True)
     parser.add_argument("--minimum-slices", type=int, help="go on with as many; default: wait for all")
     parser.add_argument("--checkpoint-period", type=int, default=20)
+    parser.add_argument("--snapshot-period", type=int, default=0, help="steps; 0: none")
     parser.add_argument("--model-parallel", type=int, default=2)
     parser.add_argument("--pace-seconds", type=float, default=0.1, help="shortest time of a step")
     parser.add_argument("--steps", type=int, help="end after this step instead of with standard input")

@@ -194,7 +194,8 @@ def draw(known: dict[str, Any], path: Path) -> None:
                 shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
                 row[0].step(ordered, shares, where="post", label=f"{label} ({len(ordered)})")
         row[0].set(title=TITLES[mode], xlabel="seconds", ylabel="share recovered", ylim=(0, 1))
-        row[0].legend(loc="lower right", fontsize="small")
+        if recoveries or recovered:
+            row[0].legend(loc="lower right", fontsize="small")
         samples = report["samples"]
         roles = sorted({role for taken in samples for role in taken["roles"]})
         for place, metric, scale, unit in ((row[1], "memory", MEBIBYTE, "MiB"), (row[2], "threads", 1, "threads")):
@@ -202,5 +203,6 @@ def draw(known: dict[str, Any], path: Path) -> None:
                 totals = [sum(u[metric] for u in taken["roles"].get(role, [])) / scale for taken in samples]
                 place.plot([taken["fault"] for taken in samples], totals, label=role, linewidth=1)
             place.set(title=f"{metric} of all processes of a kind", xlabel="fault", ylabel=unit, ylim=(0, None))
-            place.legend(fontsize="x-small", ncols=2)
+            if roles:
+                place.legend(fontsize="x-small", ncols=2)
     figure.savefig(path, dpi=80)

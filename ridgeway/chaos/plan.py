@@ -118,7 +118,7 @@ _MOMENT_WEIGHTS = {
 #: How many are hit at once.
 _SCOPES = {"one": 14.0, "slice": 3.0, "several": 2.0, "all": 1.0}
 #: Longest time between a moment and the fault; the hard cases lie within a quarter of a second.
-_OFFSET_LIMIT_SECONDS = {Moment.STEP: 0.3, Moment.ANY: 0.3, Moment.REFORMING: 0.25}
+_OFFSET_LIMIT_SECONDS = {Moment.STEP: 0.3, Moment.ANY: 0.3, Moment.REFORMING: 0.25, Moment.COMPILE: 0.15}
 _OFFSET_SECONDS = 1.0
 
 

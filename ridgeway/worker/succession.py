@@ -108,7 +108,7 @@ def _pack_groups(store: buffers.BufferStore) -> Iterator[tuple[list[Any], list[A
     rows: list[Any] = []
     attached: list[Any] = []
     sent: dict[int, tuple[int, Any]] = {}
-    """id of an array (or of the promise of one) -> its number among all that were sent, and what keeps the id its own"""
+    """id of an array (or of a promise) -> its number among all that were sent, and what keeps the id its own"""
     for number, in_host_memory, group in store.legacy():
         shards = []
         for device, shard in group.items():

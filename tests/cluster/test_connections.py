@@ -48,10 +48,10 @@ class Port:
         message, _ = await link.receive()
         return link, message
 
-    async def refusal(self, **fields: Any) -> str:
+    async def refusal(self, code: str = "INVALID_ARGUMENT", **fields: Any) -> str:
         """Why a hello is refused; the connection is then closed."""
         link, message = await self.hello(**fields)
-        assert message[:2] == ["refused", "INVALID_ARGUMENT"]
+        assert message[:2] == ["refused", code]
         with pytest.raises(LinkClosed):
             await link.receive()
         return message[2]
@@ -179,7 +179,7 @@ def test_another_secret_is_refused_and_recorded() -> None:
 def test_a_place_that_is_taken_or_is_none_is_refused() -> None:
     async def test(port: Port) -> None:
         holders = [await port.hello(role="agent", slice=1, host=0)]
-        assert "slice 1 host 0 is taken" in await port.refusal(role="agent", slice=1, host=0)
+        assert "slice 1 host 0 is taken" in await port.refusal("ALREADY_EXISTS", role="agent", slice=1, host=0)
         text = await port.refusal(role="agent", slice=2, host=0)
         assert "there is no slice 2 host 0 in a cluster of 2x1x2" in text
         holders.append(await port.hello(role="agent"))
