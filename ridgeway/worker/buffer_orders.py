@@ -161,7 +161,9 @@ class BufferOrders:
                 executor.waiters.submit(lambda: data, deliver)
             else:
                 held = self._held(self._store.shard(group, device, runtime), device, runtime)
-                executor.waiters.submit(lambda: np.asarray(held), deliver, self._store.spans(group), bulk)
+                array = None if isinstance(held, np.ndarray) else held
+                spans = array is not None and self._store.spans(group)
+                executor.waiters.submit(lambda: np.asarray(held), deliver, spans, bulk, array)
         except Exception as error:
             deliver(None, executor.describe(error, runtime))
 
@@ -226,7 +228,10 @@ class BufferOrders:
             else:
                 _when_all(promised, lambda error: answer(None, error))
 
-        executor.waiters.submit(wait, computed, any(self._store.spans(number) for number in groups))
+        if arrays:
+            executor.waiters.submit(wait, computed, any(self._store.spans(number) for number in groups))
+        else:
+            computed(None, None)
 
 
 def _placer(places: list[tuple[Any, Any, Assembly]]) -> Deliver:

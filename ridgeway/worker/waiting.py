@@ -22,21 +22,29 @@ Deliver = Callable[[Any, "Status | None"], None]
 
 
 class _Task:
-    __slots__ = ("_lock", "deliver", "done", "in_order", "risky", "spans")
+    __slots__ = ("_lock", "_spans", "_waits_for", "deliver", "done", "in_order", "risky")
 
-    def __init__(self, deliver: Deliver, spans: bool):
+    def __init__(self, deliver: Deliver, spans: bool, waits_for: Any = None):
         self.deliver = deliver
-        self.spans = spans
+        self._spans = spans
+        self._waits_for = waits_for
         self.in_order = False
         self.risky = False
         self.done = False
         self._lock = threading.Lock()
+
+    @property
+    def spans(self) -> bool:
+        """Whether it waits for what executors compute together; when that is computed, copying it takes nobody else."""
+        array = self._waits_for
+        return self._spans and (array is None or not array.is_ready())
 
     def finish(self, result: Any, error: Status | None) -> bool:
         with self._lock:
             if self.done:
                 return False
             self.done = True
+            self._waits_for = None
         self.deliver(result, error)
         return True
 
@@ -59,10 +67,13 @@ class Waiters:
         """Those of them that may fail on this executor alone."""
         self._completions: threading.Thread | None = None
 
-    def submit(self, wait: Callable[[], Any], deliver: Deliver, spans: bool = False, bulk: bool = False) -> None:
+    def submit(
+        self, wait: Callable[[], Any], deliver: Deliver, spans: bool = False, bulk: bool = False, array: Any = None
+    ) -> None:
         """Run ``wait`` on a thread and deliver what it returns or raises. ``spans``: it waits for what executors
-        compute together. ``bulk``: many of these come at once, and others must not queue behind them."""
-        task = self._register(deliver, spans)
+        compute together, namely for ``array`` (None: all the time). ``bulk``: many of these come at once, and others
+        must not queue behind them."""
+        task = self._register(deliver, spans, array)
         if task is not None:
             (self._bulk if bulk else self._pool).submit(self._run, wait, task)
 
@@ -92,8 +103,8 @@ class Waiters:
         with self._lock:
             return sum(task.spans for task in self._tasks)
 
-    def _register(self, deliver: Deliver, spans: bool) -> _Task | None:
-        task = _Task(deliver, spans)
+    def _register(self, deliver: Deliver, spans: bool, array: Any = None) -> _Task | None:
+        task = _Task(deliver, spans, array)
         with self._lock:
             if self._abandoned is None:
                 self._tasks[task] = None

@@ -203,3 +203,15 @@ def test_the_simple_workload_of_pathwaysutils_runs_as_it_is(cluster: Cluster) ->
         assert f"Saved in-memory snapshot at step {step}." in said, run.describe()
     assert "Failed to snapshot" not in said and "Skipping snapshot" not in said, run.describe()
     assert "Training complete. Executed 2 steps." in said
+
+
+def test_the_workload_class_of_pathwaysutils_recovers_from_its_snapshots(cluster: Cluster) -> None:
+    run = cluster.start(sys.executable, str(Path(__file__).with_name("workload_program.py")))
+    run.says("^step 3$", "stdout")
+    cluster.kill_worker(0)
+    assert run.wait() == 0, run.describe()
+    (restored,) = re.findall(r"^restored step (\d+)$", run.output, re.MULTILINE)
+    done = [int(step) for step in re.findall(r"^step (\d+)$", run.output, re.MULTILINE)]
+    assert done == list(range(1, 13)) or done == [*range(1, int(restored) + 2), *range(int(restored) + 1, 13)]
+    found = json.loads(run.stdout[-1])
+    assert found["losses"] == found["undisturbed"]

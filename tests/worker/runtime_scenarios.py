@@ -286,6 +286,12 @@ def drain_and_go_on(programs: dict[str, Compiled], link: Any) -> None:
     donating = old.load(_source("donating", programs["donating"], (0,)))
     donating.execute([store.argument(5, 0, donating, old)])
     store.poison(6, (0, 1), CAUSE)
+    # Host memory is nobody's but the store's: a program gets a copy.
+    kept = HostShard(np.arange(1000, dtype=np.float32), "pinned_host")
+    store.set(7, shard_group({0: kept, 1: kept}, memory_kind="pinned_host"))
+    assert device_runtime.memory_kind_of(store.shard(7, 0, old)) == "pinned_host"
+    assert store.peek(7, 0) is store.peek(7, 1) is kept
+    assert store.host_memory_bytes() == 4000
     assert store.drain(old, _describe, lambda spans: False) == (0, 0)
     old.close()
 
@@ -297,6 +303,9 @@ def drain_and_go_on(programs: dict[str, Compiled], link: Any) -> None:
     assert [np.asarray(shard).tolist() for shard in device_runtime.shards_of(doubled)] == [[4, 8], [12, 16]]
     assert [float(np.asarray(shard)) for shard in device_runtime.shards_of(total)] == [20, 20]
     assert float(np.asarray(store.shard(3, 1, new))) == 10
+    assert store.peek(7, 1) is kept
+    store.free([7])
+    assert store.host_memory_bytes() == 0
     assert np.asarray(store.shard(1, 0, new)).tolist() == [1, 2]
     pinned = store.shard(4, 0, new)
     assert device_runtime.memory_kind_of(pinned) == "pinned_host"
