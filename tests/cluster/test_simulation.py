@@ -18,7 +18,7 @@ from ridgeway.cluster.generations import Generations
 from ridgeway.cluster.membership import Membership
 from ridgeway.proxy.arrays import Array
 
-CHUNKS = 75
+CHUNKS = 60
 HISTORIES = 20
 MACHINE_CHUNKS = 30
 MACHINE_HISTORIES = 100
