@@ -160,6 +160,9 @@ class Generations:
     def tick(self, now: float, drain_deadline_seconds: float, progressed: Mapping[int, float]) -> list[Effect]:
         """Time has passed: whoever should have left by now, and has not even progressed (``executor -> when``)
         for as long, is recycled."""
+        for executor, number in self._leaving:
+            if self._is_entering_earlier(executor, number):
+                self._leaving[(executor, number)] = now
         late = [
             (executor, generation)
             for (executor, generation), since in self._leaving.items()
@@ -168,6 +171,17 @@ class Generations:
         for key in late:
             del self._leaving[key]
         return [Recycle(executor, generation) for executor, generation in late]
+
+    def _is_entering_earlier(self, executor: int, number: int) -> bool:
+        """Whether an executor is still busy with an earlier generation's making, which has a deadline of its own: it
+        cannot leave the later one before, and that is not its fault."""
+        return any(
+            generation.number < number
+            and not generation.aborted
+            and executor in generation.remaining
+            and executor not in generation.entered
+            for generation in self.generations.values()
+        )
 
     def _abort(self, now: float, generation: Generation, cause: str, lost: int | None) -> list[Effect]:
         generation.aborted = True

@@ -323,6 +323,20 @@ def test_who_has_orders_for_a_later_generation_is_not_recycled_for_an_earlier_on
     assert world.tick(20.0) == []
 
 
+def test_who_is_held_up_by_the_making_of_an_earlier_generation_is_not_recycled_for_a_later_one() -> None:
+    # Found by a history: 2 was cut off from 1 while it made the first generation, which the second, with 3, followed.
+    world = World()
+    (first,) = world.need(1, 2)
+    (second,) = world.need(1, 2, 3)
+    assert isinstance(first, Enter) and isinstance(second, Enter)
+    world.lose(3, now=10.0)
+    assert world.tick(12.0) == []
+    # The first has a deadline of its own; once it is over, by failing or by standing, leaving in time counts again.
+    world.fail(first.generation, now=12.5)
+    assert world.tick(12.9) == []
+    assert {effect.executor for effect in world.tick(13.0) if isinstance(effect, Recycle)} == {1, 2}
+
+
 def test_silence_while_the_head_itself_stood_still_recycles_nobody() -> None:
     world = World()
     number = world.form(1, 2)

@@ -97,7 +97,8 @@ class SimulatedCluster:
         self.aborted: set[int] = set()
         """generations whose end was told to anybody"""
         self._orders: dict[int, _OrderStream] = {}
-        self._head_links: dict[HeadLink, asyncio.Task[None]] = {}
+        self._head_links: dict[HeadLink, asyncio.Task[None] | None] = {}
+        """its ends of connections; None: not accepted yet"""
         self._head_number = 0
         self.start_head()
         self._policy = None if options is None else supervision.Supervision(options)
@@ -156,8 +157,10 @@ class SimulatedCluster:
         for agent in self.agents.values():
             agent.machine.touched = "its head died"
         for link, task in list(self._head_links.items()):
-            task.cancel()
+            if task is not None:
+                task.cancel()
             link.close()
+        self._head_links.clear()
 
     def _tick(self) -> None:
         self.manager.tick()
@@ -205,6 +208,8 @@ class SimulatedCluster:
         """A process connects and says hello; the real `Connections` serve it."""
         head = self.process
         connection = Connection(process, head, on_message, on_closed)
+        if head.alive:
+            self._head_links[connection.head] = None
         serve = {
             "agent": self._connections._serve_agent,
             "executor": self._connections._serve_executor,
