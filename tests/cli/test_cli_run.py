@@ -73,6 +73,7 @@ def test_ctrl_c_in_a_terminal(world: World, insist: bool) -> None:
     command = f"import signal, sys\ndef handle(*_): {handler}\nsignal.signal(signal.SIGINT, handle)\n"
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ignored where the tests run in a shell's background.
         os.chdir(world.folder)
         ridgeway = [sys.executable, "-m", "ridgeway.cli.main", "run", *PORTS]
         os.execve(
