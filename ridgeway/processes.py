@@ -4,10 +4,12 @@ Linux only where said so; elsewhere those functions do nothing and say that they
 """
 
 import ctypes
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
@@ -35,6 +37,46 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> boo
     if os.getppid() != parent_pid:
         os._exit(128 + signal_number)
     return True
+
+
+class _UnfailingOutput(io.RawIOBase):
+    """Writes to a descriptor; what cannot be written is dropped."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        """Bytes taken: all of them when the disk is full or the reader gone."""
+        try:
+            return os.write(self._descriptor, data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def never_fail_at_output() -> None:
+    """From now on nothing that this process, or one forked from it, prints can raise: a log on a full disk must not
+    end what it is the log of."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            descriptor = stream.fileno()
+        except (AttributeError, OSError, ValueError):
+            continue  # closed, or in memory
+        raw = io.BufferedWriter(_UnfailingOutput(descriptor))
+        text = io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
+        setattr(sys, name, text)
 
 
 def adopt_orphans() -> bool:

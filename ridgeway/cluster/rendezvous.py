@@ -171,6 +171,7 @@ def free_port(address: str) -> int:
 def main(address: str, parent: int) -> None:
     """The child: serve commands until standard input ends."""
     processes.die_with_parent(parent)
+    processes.never_fail_at_output()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from jaxlib import _jax  # type: ignore[attr-defined]  # pyright: ignore  # the only native code outside workers; see the module's text
 

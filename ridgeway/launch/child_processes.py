@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from ridgeway.processes import die_with_parent
 
@@ -26,7 +27,7 @@ async def spawn(
       OSError: it cannot be started.
     """
     parent = os.getpid()
-    with log.open("ab") as file:
+    with _log_file(log) as file:
         return await asyncio.create_subprocess_exec(
             *command,
             env=dict(environment),
@@ -36,6 +37,13 @@ async def spawn(
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(parent),
         )
+
+
+def _log_file(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except OSError:
+        return open(os.devnull, "ab")  # A worker without a log, on a full disk, is better than none.
 
 
 def kill_group(process: Process) -> None:

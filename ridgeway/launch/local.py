@@ -238,8 +238,11 @@ class LocalCluster:
 
     async def _drain(self, stream: asyncio.StreamReader, log: Path) -> None:
         while data := await stream.read(1 << 16):
-            with log.open("ab") as file:
-                file.write(data)
+            try:
+                with log.open("ab") as file:
+                    file.write(data)
+            except OSError:
+                pass  # A full disk must not keep the cluster from running.
 
     # ---- the head
 

@@ -185,6 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         problem = f"set {SECRET_VARIABLE} to the cluster's secret (the same on every worker)"
         print(f"ridgeway head: {problem}", file=sys.stderr)
         return 2
+    processes.never_fail_at_output()
     try:
         asyncio.run(_run(options, secret))
     except (OSError, RendezvousError, ValueError) as error:

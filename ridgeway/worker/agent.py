@@ -408,6 +408,7 @@ def main(argv: list[str] | None = None, after_parsing: Callable[[], None] | None
         return core.EXIT_REFUSED
     if after_parsing is not None:
         after_parsing()
+    processes.never_fail_at_output()
     # The template and its children have no use for it, and it should not show in their environment.
     os.environ.pop(SECRET_VARIABLE, None)
     return asyncio.run(AgentProcess(identity, settings, options).run())

@@ -294,6 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--entry-module", action="append", default=[], help="ROLE=MODULE")
     arguments = parser.parse_args(argv)
     processes.die_with_parent(arguments.parent_pid)
+    processes.never_fail_at_output()
     # The agent decides; a Ctrl-C in its terminal reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=arguments.control_descriptor)

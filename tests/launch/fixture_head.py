@@ -107,7 +107,9 @@ class FixtureHead:
 class AgentUnderTest:
     """A real agent process with the stand-in children."""
 
-    def __init__(self, port: int, *options: str, secret: str = SECRET, preload: str = "", entry: str = ""):
+    def __init__(
+        self, port: int, *options: str, secret: str = SECRET, preload: str = "", entry: str = "", log: int | None = None
+    ):  # fmt: skip
         self.process: asyncio.subprocess.Process | None = None
         entry = entry or "fixture_children"
         self._command = [
@@ -128,6 +130,8 @@ class AgentUnderTest:
             "PYTHONPATH": os.pathsep.join([str(FOLDER), str(FOLDER.parents[1])]),
         }
         self._log = bytearray()
+        self._log_descriptor = log
+        """where the agent's output goes instead of here"""
         self._reading: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -135,7 +139,7 @@ class AgentUnderTest:
             *self._command,
             env=self._environment,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.STDOUT if self._log_descriptor is None else self._log_descriptor,
             start_new_session=True,
         )
         self._reading = asyncio.create_task(self._read())
