@@ -163,14 +163,15 @@ class BufferOrders:
                 held = self._held(self._store.shard(group, device, runtime), device, runtime)
                 array = None if isinstance(held, np.ndarray) else held
                 spans = array is not None and self._store.spans(group)
-                executor.waiters.submit(lambda: np.asarray(held), deliver, spans, bulk, array)
+                wait = (lambda: held) if array is None else (lambda: device_runtime.to_host(held))
+                executor.waiters.submit(wait, deliver, spans, bulk, array)
         except Exception as error:
             deliver(None, executor.describe(error, runtime))
 
     def _held(self, shard: Any, device: int, runtime: Runtime) -> Any:
         """Bytes that stay readable when the shard is donated."""
         if shard.is_ready():
-            return np.asarray(shard)
+            return device_runtime.to_host(shard)
         return runtime.copy(shard, device, device_runtime.memory_kind_of(shard))
 
     def fetch(

@@ -26,6 +26,7 @@ from ridgeway.worker.device_runtime import (
     is_deleted,
     memory_kind_of,
     shards_of,
+    to_host,
 )
 
 HOST_MEMORY_KINDS = frozenset({"pinned_host", "unpinned_host"})
@@ -440,7 +441,7 @@ class BufferStore:
                         runtime.left_behind.append(shard)
                         stuck += 1
                         raise RuntimeError("it was being computed when its generation was aborted")
-                    data = np.asarray(shard)
+                    data = to_host(shard)
                     shards[device] = HostShard(_copied(data, progressed), memory_kind_of(shard))
                     uncounted += data.nbytes
                     if uncounted >= COPIED_AT_ONCE_BYTES:

@@ -366,6 +366,19 @@ def shards_of(array: Array) -> list[Array]:
     return array._arrays
 
 
+def to_host(shard: Array) -> np.ndarray:
+    """The bytes of a single-device array, once it is computed.
+
+    Not by ``np.asarray`` alone: of an array that has failed, jaxlib 0.12.0.1 leaks a reference to its client in there,
+    and with it the client's ten threads and gloo's listening socket.
+
+    Raises:
+      Exception: what its computation failed with.
+    """
+    shard.block_until_ready()
+    return np.asarray(shard)
+
+
 def is_deleted(array: Array) -> bool:
     """Whether its buffer was donated or deleted."""
     return array.is_deleted()

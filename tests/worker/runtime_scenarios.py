@@ -5,6 +5,7 @@ Every function takes ``link``, by which it may talk to the test, as its last arg
 
 import gc
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -443,12 +444,12 @@ def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, An
     execution.join()
     texts = [str(execution.error)] if execution.error is not None else []
     if execution.result is not None:
-        token, (doubled, _) = execution.result
+        token, (doubled, total) = execution.result
         store.set(2, result_group(doubled, first.mine, runtime, True))
         waiting = _Beside(token.block_until_ready)
         waiting.join()
         texts.append(str(waiting.error))
-        del token, doubled
+        del token, doubled, total, waiting
     given_up = time.monotonic() + PATIENCE_SECONDS
     lost, stuck = store.drain(runtime, lambda error: CAUSE, lambda spans: time.monotonic() > given_up)
     assert ticked.wait(PATIENCE_SECONDS)
@@ -456,7 +457,12 @@ def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, An
     runtime.close()
     kept = isinstance(_shards(store, 1)[device], HostShard)
     poisoned = [shard == CAUSE for shard in _shards(store, 2).values()] if store.size == 2 else []
+    client = runtime._client
     del runtime, first, execution
+    gc.collect()
+    # By nothing that the collector can see: who reads what has failed must not leak the client, which has threads.
+    leaked = sys.getrefcount(client) - len(gc.get_referrers(client)) - 2
+    del client
     gc.collect()
     link.send(("value", "left"))
     # The survivors go on, with what they have kept.
@@ -468,7 +474,7 @@ def survive(programs: dict[str, Compiled], rank: int, link: Any) -> dict[str, An
     return {
         "was blocked": was_blocked, "texts": texts,
         "collective": all(statuses.is_collective_failure(text) for text in texts), "lost": lost,
-        "stuck": stuck, "kept": kept, "held": held, "poisoned": poisoned,
+        "stuck": stuck, "kept": kept, "held": held, "poisoned": poisoned, "leaked": leaked,
     }  # fmt: skip
 
 

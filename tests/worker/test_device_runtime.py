@@ -180,6 +180,7 @@ def test_survivors_of_a_peer_are_released_by_the_abort_and_go_on(
         assert all(found["poisoned"]), "what was not computed is no error"
         assert (found["lost"], found["stuck"]) == (len(found["poisoned"]), 0)
         assert found["held"] == rank
+        assert found["leaked"] == 0, "something holds the client that was left"
     services.close(second)
 
 
