@@ -47,6 +47,10 @@ class Settings:
     is refused."""
     replacement_expected_seconds: float = 60.0
     """How long an announced replacement is believed to come."""
+    preemption_notice_seconds: float = 30.0
+    """How long before its end a worker is told of its preemption (SIGTERM): what it holds is saved in that time."""
+    suspend_timeout_seconds: float = 300.0
+    """How long the saved state of a preempted worker waits for a replacement that takes it over, before it is lost."""
     host_buffer_timeout_seconds: float = 60.0
     """How long a request waits for the host buffer it names."""
     transfer_timeout_seconds: float = 120.0

@@ -49,11 +49,14 @@ def kill(name: str | None, where: str, signal_name: str, target: str) -> int:
     \b
     ridgeway kill slice=2                   the slice's hosts die
     ridgeway kill slice=0 --signal STOP     they fall silent
+    ridgeway kill slice=1 --signal TERM     they are told to leave: see `ridgeway preempt`
     """
     from ridgeway.launch import cluster_folder, control
     from ridgeway.launch.daemon import print_line
 
     slice_index, host_index = parse_target(where)
+    if (signal_name.upper(), target) == ("TERM", "executor"):
+        raise click.UsageError("an executor leaves SIGTERM to its worker; use --target worker, or --signal KILL")
     number = signal.Signals[f"SIG{signal_name.upper()}"]
     with control.connect(cluster_folder.find(name)) as client:
         status = client.request("status")

@@ -22,6 +22,7 @@ _COMMANDS = {
     "logs": ("ridgeway.cli.records", "logs"),
     "kill": ("ridgeway.cli.kill", "kill"),
     "chaos": ("ridgeway.cli.chaos", "chaos"),
+    "preempt": ("ridgeway.cli.preempt", "preempt"),
     "head": ("ridgeway.cli.parts", "head"),
     "worker": ("ridgeway.cli.parts", "worker"),
     "doctor": ("ridgeway.cli.doctor", "doctor"),

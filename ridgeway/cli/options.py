@@ -1,6 +1,7 @@
 """Options that several commands share, and their meaning."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -106,6 +107,15 @@ def ports(function: Callable) -> Callable:
     return function
 
 
+def scratch_folder(function: Callable) -> Callable:
+    """Where the state of preempted workers waits."""
+    return click.option(
+        "--scratch-folder", type=click.Path(file_okay=False, exists=True, path_type=Path), metavar="PATH",
+        help="Where what a preempted worker holds waits for its replacement; all workers share it.  [default: "
+        "beside the logs]",
+    )(function)  # fmt: skip
+
+
 def local_cluster(function: Callable) -> Callable:
     """Everything about a cluster of local processes."""
     for option in (
@@ -123,6 +133,11 @@ def local_cluster(function: Callable) -> Callable:
             "--max-slice-restarts", type=RestartLimit(), default=10, show_default=True, metavar="N",
             help="Restarts of a slice (each of all its hosts) before it is given up; or 'unlimited'.",
         ),
+        click.option(
+            "--max-preemptions", type=RestartLimit(), default="unlimited", show_default=True, metavar="N",
+            help="The same for workers whose end was announced (SIGTERM, `ridgeway preempt`).",
+        ),
+        scratch_folder,
         click.option(
             "--standby", type=click.IntRange(0), default=0, show_default=True, metavar="N",
             help="Workers that wait, ready, to take a dead one's place.",
@@ -157,12 +172,13 @@ def read_local_options(values: dict[str, Any], command: tuple[str, ...] | None) 
         checks.check_port_free("127.0.0.1", values["metrics_port"], "--metrics-port")
     if not values["allow_overcommit"]:
         checks.check_memory(topology, values["standby"], checks.available_bytes())
-    limit = values["max_slice_restarts"]
     return LocalOptions(
         name=name,
         topology=topology,
         standbys=values["standby"],
-        max_slice_restarts=None if limit < 0 else limit,
+        max_slice_restarts=_limit(values["max_slice_restarts"]),
+        max_preemptions=_limit(values["max_preemptions"]),
+        scratch_folder=values["scratch_folder"],
         replacement_delay_seconds=values["replacement_delay_seconds"],
         proxy_port=values["proxy_port"],
         cluster_port=values["cluster_port"],
@@ -171,6 +187,10 @@ def read_local_options(values: dict[str, Any], command: tuple[str, ...] | None) 
         start_timeout_seconds=values["start_timeout_seconds"],
         command=command,
     )
+
+
+def _limit(value: int) -> int | None:
+    return None if value < 0 else value
 
 
 def check_not_running(name: str) -> None:

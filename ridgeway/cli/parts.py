@@ -43,6 +43,7 @@ from ridgeway.cli import options
     help="The cluster's secret; made if it does not exist.",
 )
 @click.option("--cluster", "name", metavar="NAME", help="A name for the cluster.  [default: ridgeway]")
+@options.scratch_folder
 @options.settings
 def head(secret_file: Path | None, **values: Any) -> int:  # fmt: skip
     """Run the head alone: resource manager and proxy server.
@@ -74,6 +75,7 @@ def head(secret_file: Path | None, **values: Any) -> int:  # fmt: skip
         metrics_host=values["metrics_host"],
         metrics_port=values["metrics_port"],
         settings=values["settings"],
+        scratch_folder=values["scratch_folder"],
         with_workers=False,
         secret=secret,
     )

@@ -9,7 +9,10 @@ import click
 from ridgeway.cli import options
 
 NARROWEST_COLUMNS = 100
-_STYLES = {"up": "green", "ready": "green", "joining": "yellow", "suspect": "yellow", "draining": "yellow"}
+_STYLES = {
+    "up": "green", "ready": "green", "joining": "yellow", "suspect": "yellow", "draining": "yellow",
+    "suspended": "yellow", "restoring": "yellow",
+}  # fmt: skip
 
 
 @click.command(short_help="Show slices, hosts, sessions and memory.")

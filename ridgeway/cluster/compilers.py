@@ -11,7 +11,11 @@ from ridgeway.transport.stream_link import StreamLink
 
 
 class CompilerLost(Exception):
-    """The compiler process died with the compilation."""
+    """The compiler process is gone with the compilation; perhaps the program was what killed it."""
+
+    def __init__(self, blamed: bool):
+        super().__init__()
+        self.blamed = blamed
 
 
 class Compiler:
@@ -23,6 +27,8 @@ class Compiler:
         self.link = link
         self.pid = pid
         self.environment = environment
+        self.leaving = False
+        """its host is preempted"""
         self.pending: dict[int, asyncio.Future[tuple[list[Any], list[bytes]]]] = {}
 
 
@@ -36,6 +42,8 @@ class CompilerPool:
         self._environments: set[str] = set()
         self._next_request = 0
         self._joined = asyncio.Event()
+        self.is_awaited: Callable[[], bool] = lambda: False
+        """Whether a host whose compiler has left is expected back, however long that takes."""
 
     @property
     def environment(self) -> str | None:
@@ -68,21 +76,27 @@ class CompilerPool:
         self._compilers[compiler.number] = compiler
         self._joined.set()
 
-    def remove(self, number: int) -> None:
-        """A compiler is gone; what it was compiling is compiled by another."""
+    def remove(self, number: int, blamed: bool = True) -> None:
+        """A compiler is gone; what it was compiling is compiled by another. ``blamed``: that may have been why."""
         compiler = self._compilers.pop(number, None)
         if not self._compilers:
             self._joined.clear()
         if compiler is not None:
             for future in compiler.pending.values():
                 if not future.done():
-                    future.set_exception(CompilerLost())
+                    future.set_exception(CompilerLost(blamed))
 
-    def remove_agent(self, agent: int) -> None:
-        """A host is lost: its compiler may be silent as well, so nothing waits for it any more."""
+    def remove_agent(self, agent: int, blamed: bool = True) -> None:
+        """A host is lost, or leaves: its compiler may be silent as well, so nothing waits for it any more."""
         for compiler in [c for c in self._compilers.values() if c.agent == agent]:
             compiler.link.close()
-            self.remove(compiler.number)
+            self.remove(compiler.number, blamed)
+
+    def avoid_agent(self, agent: int) -> None:
+        """A host is going to leave: it finishes what it compiles if it can, and gets nothing that others can do."""
+        for compiler in self._compilers.values():
+            if compiler.agent == agent:
+                compiler.leaving = True
 
     def on_reply(self, compiler: Compiler, message: list[Any], buffers: list[bytes]) -> None:
         """A message of a compiler."""
@@ -119,7 +133,8 @@ class CompilerPool:
 
     async def _run(self, kind: str, data: bytes, options: bytes, replicas: int, partitions: int) -> Any:
         deadline = asyncio.get_running_loop().time() + self._settings.compile_timeout_seconds
-        for attempt in range(1, self._settings.compile_attempts + 1):
+        attempt = 1
+        while attempt <= self._settings.compile_attempts:
             compiler = await self._choose(deadline)
             self._next_request += 1
             request = self._next_request
@@ -128,8 +143,9 @@ class CompilerPool:
             compiler.link.send([kind, request, options, replicas, partitions], [data])
             try:
                 return await asyncio.wait_for(future, max(0.0, deadline - asyncio.get_running_loop().time()))
-            except CompilerLost:
-                self._emit("compiler_lost", compiler=compiler.number, attempt=attempt)
+            except CompilerLost as lost:
+                self._emit("compiler_lost", compiler=compiler.number, attempt=attempt, blamed=lost.blamed)
+                attempt += lost.blamed
             except TimeoutError:
                 compiler.pending.pop(request, None)
                 raise statuses.deadline_exceeded(
@@ -147,5 +163,7 @@ class CompilerPool:
             try:
                 await asyncio.wait_for(self._joined.wait(), max(0.0, wait))
             except TimeoutError:
+                if self.is_awaited() and asyncio.get_running_loop().time() < deadline:
+                    continue
                 raise statuses.deadline_exceeded("no compiler process in the cluster").error() from None
-        return min(self._compilers.values(), key=lambda c: (len(c.pending), c.number))
+        return min(self._compilers.values(), key=lambda c: (c.leaving, len(c.pending), c.number))

@@ -142,6 +142,8 @@ class Connections:
                     self._process_exited(agent, *message[1:])
                 elif message[0] == "draining":
                     manager.membership.agent_draining(number)
+                elif message[0] == "preempted" and agent.slot is not None and number in manager.agents:
+                    manager.preempt(agent.slot, float(message[1]), str(message[2]))
         except FrameError as error:
             description = f"its agent sent something that is not a message ({error})"
         except _NONSENSE as error:
@@ -189,7 +191,8 @@ class Connections:
         try:
             while True:
                 message, buffers = await link.receive()
-                self._on_executor_message(executor, message, buffers)
+                # One that took the place of a suspended executor is that one since.
+                self._on_executor_message(manager.executors.get(number, executor), message, buffers)
         except FrameError as error:
             description = f"its executor sent something that is not a message ({error})"
         except _NONSENSE as error:

@@ -93,9 +93,13 @@ class Control:
         slices = []
         for index in range(topology.slices):
             hosts = [self._host(slot) for slot in topology.slots_of_slice(index)]
+            suspended = any(slot in membership.suspensions for slot in topology.slots_of_slice(index))
             state = (
-                "up" if membership.slice_is_up(index) else "joining" if membership.slice_is_joining(index) else "down"
-            )
+                "suspended" if suspended
+                else "up" if membership.slice_is_up(index)
+                else "joining" if membership.slice_is_joining(index)
+                else "down"
+            )  # fmt: skip
             slices.append({"slice": index, "state": state, "hosts": hosts})
         generations = [
             {"generation": g.number, "members": manager._places(g.members), "ready": g.ready}
@@ -124,7 +128,8 @@ class Control:
             "state": state.value,
             "incarnation": number, "pid": agent.pid if agent else None, "hostname": agent.hostname if agent else None,
             "address": agent.address if agent else None,
-            "executor_pid": link.pid if link else None, "generation": generation.number if generation else None,
+            "executor_pid": link.pid if link and agent else None,
+            "generation": generation.number if generation else None,
             "memory_bytes": link.memory_bytes if link else 0,
             "host_array_bytes": link.host_array_bytes if link else 0, "restarts": manager.membership.restarts[slot],
         }  # fmt: skip
@@ -133,20 +138,14 @@ class Control:
         manager = self._manager
         if target not in ("worker", "executor"):
             raise ControlError(f"target is {target!r}; it is 'worker' or 'executor'")
+        if target == "executor" and signal == signals.SIGTERM:
+            raise ControlError("an executor leaves SIGTERM to its worker; send it to that, or send SIGKILL")
         try:
             signals.Signals(signal)
         except ValueError:
             raise ControlError(f"there is no signal {signal}") from None
-        try:
-            if host is None:
-                manager.topology.slot_of(slice, 0)
-                slots = list(manager.topology.slots_of_slice(slice))
-            else:
-                slots = [manager.topology.slot_of(slice, host)]
-        except ValueError as error:
-            raise ControlError(str(error)) from None
         pids = []
-        for slot in slots:
+        for slot in self._slots(slice, host):
             number = manager.membership.slots[slot]
             agent = None if number is None else manager.agents.get(number)
             if agent is None or manager.membership.host_state(slot) is HostState.ABSENT:
@@ -162,6 +161,35 @@ class Control:
         if not pids:
             raise ControlError(f"slice {slice} has no running host to signal; see `ridgeway status`")
         return {"pids": pids}
+
+    def _slots(self, slice_index: int, host: int | None) -> list[int]:
+        """The slots of a slice, or that of one of its hosts.
+
+        Raises:
+          ControlError: there is no such host.
+        """
+        topology = self._manager.topology
+        try:
+            if host is not None:
+                return [topology.slot_of(slice_index, host)]
+            topology.slot_of(slice_index, 0)
+            return list(topology.slots_of_slice(slice_index))
+        except ValueError as error:
+            raise ControlError(str(error)) from None
+
+    def verb_preempt(
+        self, slice: int, host: int | None = None, notice_seconds: float | None = None, reason: str = "asked to"
+    ) -> dict[str, Any]:
+        manager = self._manager
+        notice = manager.settings.preemption_notice_seconds if notice_seconds is None else float(notice_seconds)
+        if not 0 <= notice < float("inf"):
+            raise ControlError(f"a notice of {notice_seconds} s; it is a number of seconds, 0 or more")
+        here = [slot for slot in self._slots(slice, host) if manager.membership.slots[slot] is not None]
+        if not here:
+            raise ControlError(f"slice {slice} has no running host to preempt; see `ridgeway status`")
+        for slot in here:
+            manager.preempt(slot, notice, reason)
+        return {"hosts": [list(manager.slot_names(slot).values()) for slot in here], "notice_seconds": notice}
 
     def verb_expect(self, slice: int, host: int | None = None) -> dict[str, Any]:
         self._manager.expect(slice)

@@ -31,6 +31,14 @@ class Abort:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Leave:
+    """Order members to leave the generation in an orderly way: what they were ordered before comes to its end."""
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Ready:
     """Every member has entered."""
 
@@ -53,7 +61,7 @@ class Retire:
     generation: int
 
 
-Effect = Enter | Abort | Ready | Recycle | Retire
+Effect = Enter | Abort | Leave | Ready | Recycle | Retire
 
 
 @dataclasses.dataclass(slots=True)
@@ -67,6 +75,8 @@ class Generation:
     cause: str = ""
     remaining: set[int] = dataclasses.field(default_factory=set)
     """Members that may still be attached to its key-value service."""
+    dissolved: frozenset[int] = frozenset()
+    """Members that were ordered to leave it while it stood."""
 
     @property
     def ready(self) -> bool:
@@ -124,6 +134,19 @@ class Generations:
         if generation.ready:
             effects.append(Ready(number, generation.members))
         return effects
+
+    def dissolve(self, executor: int) -> list[Effect]:
+        """An executor is to be alone after what it was ordered so far: everybody leaves its generation, and nobody in
+        the middle of anything."""
+        number = self.current.get(executor)
+        if number is None:
+            return []
+        generation = self.generations[number]
+        leaving = tuple(m for m in generation.members if self.current.get(m) == number)
+        for member in leaving:
+            del self.current[member]
+        generation.dissolved |= set(leaving)
+        return [Leave(number, leaving)]
 
     def failed(self, now: float, number: int, cause: str) -> list[Effect]:
         """Something broke among the members: entering failed, or one rejected what others run."""
@@ -190,6 +213,9 @@ class Generations:
         leaving = tuple(m for m in members if self.current.get(m) == generation.number)
         for member in leaving:
             del self.current[member]
+            self._leaving[(member, generation.number)] = now
+        for member in generation.dissolved.intersection(members):
+            # Was going to leave anyway, at the end of something that now has no end.
             self._leaving[(member, generation.number)] = now
         return [Abort(generation.number, members, leaving, cause)]
 

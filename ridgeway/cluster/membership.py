@@ -4,12 +4,12 @@ Every method takes an event and the time, changes the state and returns the effe
 out.  There is no clock, socket or thread in here, so whole histories can be simulated from a seed.
 
 A host's life: ``absent -> joining -> ready -> (suspect -> ready)* -> lost``; `lost` is an event, after it the slot
-is absent or joining again under a new incarnation.  Numbers for agents, executors and compilers come from one
-counter, so none is ever used twice and anything that names an old one is stale.
-"""
+is absent or joining again under a new incarnation.  A host that is preempted goes another way:
+``ready -> draining -> suspended -> restoring -> ready``, see `suspension`.
 
-import dataclasses
-import enum
+Numbers for agents, executors and compilers come from one counter, so none is ever used twice and anything that names an
+old one is stale.
+"""
 
 from ridgeway.cluster.membership_effects import (
     ActivateExecutor,
@@ -22,64 +22,17 @@ from ridgeway.cluster.membership_effects import (
     LoseExecutor,
     Loss,
     Refuse,
+    ReleaseAgent,
+    RestoreExecutor,
+    ResumeExecutor,
     StartProcess,
+    SuspendedExecutor,
+    SuspendExecutor,
     Welcome,
 )
+from ridgeway.cluster.membership_records import Agent, Executor, HostState, Limits
+from ridgeway.cluster.suspension import Phase, Suspension, Suspensions
 from ridgeway.cluster.topology import Topology
-
-
-class HostState(enum.Enum):
-    """State of a host slot as shown to people."""
-
-    ABSENT = "absent"
-    JOINING = "joining"
-    READY = "ready"
-    SUSPECT = "suspect"
-    DRAINING = "draining"
-
-
-@dataclasses.dataclass(slots=True)
-class Executor:
-    """One executor process as membership sees it."""
-
-    number: int
-    agent: int
-    started: float
-    connected: bool = False
-    heard: float = 0.0
-    dispatched: int = 0
-    completed: int = 0
-    outstanding: bool = False
-    behind: bool = False
-    progressed: float = 0.0
-
-
-@dataclasses.dataclass(slots=True)
-class Agent:
-    """One agent as membership sees it."""
-
-    number: int
-    slot: int | None
-    joined: float
-    heard: float
-    launch_id: str
-    suspect: bool = False
-    draining: bool = False
-    executor: Executor | None = None
-    replacing: bool = False
-    """Its active executor was lost, which was counted, and the next one is not ready yet."""
-    compiler: int | None = None
-    compiler_connected: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """The deadlines that membership applies, in seconds."""
-
-    heartbeat_timeout_seconds: float
-    suspect_after_seconds: float
-    executor_start_timeout_seconds: float
-    progress_deadline_seconds: float
 
 
 class Membership:
@@ -94,6 +47,7 @@ class Membership:
         """slot -> executor that owns its devices"""
         self.executors: dict[int, Executor] = {}
         self.restarts: list[int] = [0] * topology.slots
+        self.suspensions = Suspensions(limits.suspend_timeout_seconds)
         self._next_number = 0
         self._slice_up = [False] * topology.slices
 
@@ -106,6 +60,9 @@ class Membership:
 
     def host_state(self, slot: int) -> HostState:
         """The state of a slot."""
+        phase = self.suspensions.phase(slot)
+        if phase is not None:
+            return _STATES[phase]
         number = self.slots[slot]
         if number is None:
             return HostState.ABSENT
@@ -162,7 +119,8 @@ class Membership:
         self.agents[number] = agent
         effects: list[Effect] = [Welcome(number, slot)]
         if slot is None:
-            missing = next((s for s, holder in enumerate(self.slots) if holder is None and self.restarts[s] > 0), None)
+            lacking = (s for s, holder in enumerate(self.slots) if holder is None)
+            missing = next((s for s in lacking if self.restarts[s] > 0 or s in self.suspensions), None)
             if missing is not None:
                 slot = missing
                 effects.append(AssignSlot(number, slot))
@@ -184,7 +142,7 @@ class Membership:
         executor.heard = executor.progressed = now
         if agent.slot is None:
             return [Emit("standby_ready", {"incarnation": agent.number, "launch_id": agent.launch_id})]
-        return self._activate(now, agent)
+        return self._take_over(now, agent)
 
     def compiler_joined(self, agent_number: int, number: int) -> list[Effect]:
         """A compiler that an agent was told to start has connected."""
@@ -227,7 +185,7 @@ class Membership:
         executor = self.executors.get(number)
         if executor is None:
             return []
-        return self._lose_executor(now, executor, Loss(False, description))
+        return self._executor_ended(now, executor, Loss(False, description))
 
     def compiler_closed(self, number: int) -> list[Effect]:
         """A compiler's link ended; its agent starts another one."""
@@ -243,7 +201,7 @@ class Membership:
         executor = self.executors.get(number)
         if executor is None:
             return []
-        return [KillProcess(executor.agent, number, loss.description), *self._lose_executor(now, executor, loss)]
+        return [KillProcess(executor.agent, number, loss.description), *self._executor_ended(now, executor, loss)]
 
     def agent_draining(self, number: int) -> list[Effect]:
         """An agent was asked to stop."""
@@ -259,11 +217,139 @@ class Membership:
             executor.heard += seconds
             executor.progressed += seconds
             executor.started += seconds
+        self.suspensions.forgive(seconds)
+
+    # ---- preemption
+
+    def preempt(self, now: float, slot: int, notice_seconds: float, reason: str) -> list[Effect]:
+        """The worker in a slot is going to be taken away in so many seconds. What its executor holds is saved and
+        waits for a replacement; one that holds nothing just goes."""
+        number = self.slots[slot]
+        if number is None:
+            return []
+        phase = self.suspensions.phase(slot)
+        if phase is Phase.SAVING:
+            self.suspensions.hasten(now, slot, notice_seconds)
+            return []
+        agent = self.agents[number]
+        about = {
+            **self._names(slot), "incarnation": number, "launch_id": agent.launch_id,
+            "notice_seconds": notice_seconds, "reason": reason,
+        }  # fmt: skip
+        effects: list[Effect] = [Emit("preemption_announced", about)]
+        executor = self.active.get(slot)
+        if executor is None:
+            return effects + self._release(now, agent, f"preempted: {reason}")
+        self.suspensions.announce(now, slot, executor, number, notice_seconds)
+        return [*effects, SuspendExecutor(executor, slot, notice_seconds)]
+
+    def state_saved(self, now: float, executor: int, size: int, about: dict) -> list[Effect]:
+        """An executor has written what it holds (``size`` bytes): its worker can go. ``about``: more for the event."""
+        suspension = self.suspensions.of_owner(executor)
+        if suspension is None:
+            return []
+        slot = suspension.slot
+        agent = self.agents[suspension.agent]
+        self.suspensions.saved(now, suspension, size)
+        del self.active[slot]
+        del self.executors[executor]
+        agent.executor = None
+        self._slice_up[self.topology.slice_of_slot(slot)] = False
+        event = {
+            **self._names(slot), "incarnation": agent.number, "launch_id": agent.launch_id, "bytes": size,
+            "seconds": round(now - suspension.announced, 4), **about,
+        }  # fmt: skip
+        return [
+            SuspendedExecutor(executor, slot),
+            Emit("host_suspended", event),
+            *self._release(now, agent, "preempted; its state is saved"),
+        ]
+
+    def save_failed(self, now: float, executor: int, text: str) -> list[Effect]:
+        """An executor could not write what it holds."""
+        suspension = self.suspensions.of_owner(executor)
+        if suspension is None:
+            return []
+        return self._lose_agent(now, suspension.agent, suspension.loss(f"its state could not be saved: {text}"))
+
+    def state_restored(self, now: float, executor: int) -> list[Effect]:
+        """A replacement's executor has read the state back."""
+        suspension = self.suspensions.of_replacement(executor)
+        if suspension is None:
+            return []
+        self.suspensions.end(suspension)
+        slot = suspension.slot
+        self.active[slot] = executor
+        self.agents[self.executors[executor].agent].replacing = False
+        event = {
+            **self._names(slot), "incarnation": self.slots[slot], "bytes": suspension.bytes,
+            "restore_seconds": round(now - suspension.restore_began, 4),
+            "seconds": round(now - suspension.announced, 4),
+        }  # fmt: skip
+        return [
+            ResumeExecutor(suspension.executor, executor, slot),
+            Emit("host_resumed", event),
+            *self._host_ready(now, slot),
+        ]
+
+    def restore_failed(self, now: float, executor: int, text: str) -> list[Effect]:
+        """The saved state cannot be read: it is lost, and the replacement is a host like any other."""
+        suspension = self.suspensions.of_replacement(executor)
+        if suspension is None:
+            return []
+        return self._fail_suspension(now, suspension, suspension.loss(f"its state could not be restored: {text}"))
+
+    def abandon_suspended(self, now: float, slice_index: int, reason: str) -> list[Effect]:
+        """Nobody will come to take a suspended host's place."""
+        effects: list[Effect] = []
+        for slot in self.topology.slots_of_slice(slice_index):
+            suspension = self.suspensions.get(slot)
+            if suspension is not None and suspension.phase is Phase.SAVED and self.slots[slot] is None:
+                effects += self._fail_suspension(now, suspension, suspension.loss(f"not replaced: {reason}"))
+        return effects
+
+    def _fail_suspension(self, now: float, suspension: Suspension, loss: Loss) -> list[Effect]:
+        """A saved state is lost. Whoever was reading it is of no use any more: it may hold a part."""
+        slot = suspension.slot
+        reader = self.executors.get(suspension.replacement or 0)
+        slice_index = self.topology.slice_of_slot(slot)
+        hosts = self.topology.slots_of_slice(slice_index)
+        was_down = any(host not in self.active and host not in self.suspensions for host in hosts)
+        self.suspensions.end(suspension)
+        effects: list[Effect] = [
+            LoseExecutor(suspension.executor, slot, loss),
+            self._lost_event(slot, suspension.agent, loss, executor_only=False),
+        ]
+        if not was_down:
+            effects.append(Emit("slice_lost", {"slice": slice_index}))
+        if reader is not None:
+            effects += self.recycle_executor(now, reader.number, loss)
+        return effects
+
+    def _release(self, now: float, agent: Agent, reason: str) -> list[Effect]:
+        """An agent leaves as announced. What its executor was reading, another one will read."""
+        effects: list[Effect] = []
+        if agent.executor is not None:
+            effects += self._lose_executor(now, agent.executor, Loss(False, reason), host_too=True)
+        del self.agents[agent.number]
+        effects.append(ReleaseAgent(agent.number, reason))
+        slot = agent.slot
+        if slot is not None:
+            self.slots[slot] = None
+            effects += self._promote_standby(now, slot)
+        return effects
+
+    # ---- time
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: apply the deadlines."""
         effects: list[Effect] = []
         limits = self.limits
+        for suspension, loss in self.suspensions.overdue(now):
+            if suspension.phase is Phase.SAVING:
+                effects += self._lose_agent(now, suspension.agent, loss)
+            else:
+                effects += self._fail_suspension(now, suspension, loss)
         for agent in list(self.agents.values()):
             if agent.number not in self.agents:
                 continue
@@ -340,15 +426,26 @@ class Membership:
         agent.compiler = self.new_number()
         return [StartProcess(agent.number, "compiler", agent.compiler)]
 
-    def _activate(self, now: float, agent: Agent) -> list[Effect]:
+    def _take_over(self, now: float, agent: Agent) -> list[Effect]:
+        """An agent's executor is there and gets the devices of its slot, with what was suspended there."""
         assert agent.slot is not None and agent.executor is not None
-        slot = agent.slot
-        self.active[slot] = agent.executor.number
+        slot, number = agent.slot, agent.executor.number
+        suspension = self.suspensions.get(slot)
+        if suspension is not None:
+            assert suspension.phase is Phase.SAVED
+            self.suspensions.restoring(now, suspension, number)
+            return [RestoreExecutor(number, slot)]
+        self.active[slot] = number
         agent.replacing = False
+        return [ActivateExecutor(number, slot, number), *self._host_ready(now, slot)]
+
+    def _host_ready(self, now: float, slot: int) -> list[Effect]:
+        number = self.slots[slot]
+        assert number is not None
+        joined = self.agents[number].joined
         names = self._names(slot)
         effects: list[Effect] = [
-            ActivateExecutor(agent.executor.number, slot, agent.executor.number),
-            Emit("host_ready", {**names, "incarnation": agent.number, "seconds": round(now - agent.joined, 4)}),
+            Emit("host_ready", {**names, "incarnation": number, "seconds": round(now - joined, 4)})
         ]
         slice_index = names["slice"]
         if self.slice_is_up(slice_index) and not self._slice_up[slice_index]:
@@ -356,7 +453,17 @@ class Membership:
             effects.append(Emit("slice_ready", {"slice": slice_index}))
         return effects
 
+    def _executor_ended(self, now: float, executor: Executor, loss: Loss) -> list[Effect]:
+        """An executor is gone, its agent is not: another one is started, unless that agent is leaving anyway."""
+        suspension = self.suspensions.of_owner(executor.number)
+        if suspension is not None:
+            return self._lose_agent(now, suspension.agent, loss)
+        return self._lose_executor(now, executor, loss)
+
     def _lose_executor(self, now: float, executor: Executor, loss: Loss, host_too: bool = False) -> list[Effect]:
+        restored = self.suspensions.of_replacement(executor.number)
+        if restored is not None:
+            self.suspensions.replacement_lost(restored)
         del self.executors[executor.number]
         agent = self.agents[executor.agent]
         agent.executor = None
@@ -368,18 +475,7 @@ class Membership:
             agent.replacing = True
             names = self._names(slot)
             effects.append(LoseExecutor(executor.number, slot, loss))
-            effects.append(
-                Emit(
-                    "host_lost",
-                    {
-                        **names,
-                        "incarnation": agent.number,
-                        "cause": loss.description,
-                        "executor_only": not host_too,
-                        "code": _code_name(loss),
-                    },
-                )
-            )
+            effects.append(self._lost_event(slot, agent.number, loss, executor_only=not host_too))
             if self._slice_up[names["slice"]]:
                 self._slice_up[names["slice"]] = False
                 effects.append(Emit("slice_lost", {"slice": names["slice"]}))
@@ -395,23 +491,16 @@ class Membership:
             return []
         effects: list[Effect] = []
         slot = agent.slot
+        suspension = self.suspensions.get(slot)
+        if suspension is not None and suspension.phase is Phase.SAVING:
+            self.suspensions.end(suspension)
+            if not loss.description.startswith("preempted"):
+                loss = suspension.loss(f"lost before it was saved: {loss.description}")
         if agent.executor is not None:
             was_active = slot is not None and self.active.get(slot) == agent.executor.number
             effects += self._lose_executor(now, agent.executor, loss, host_too=True)
             if slot is not None and not was_active:
-                effects.append(
-                    Emit(
-                        "host_lost",
-                        {
-                            **self._names(slot),
-                            "incarnation": number,
-                            "cause": loss.description,
-                            "executor_only": False,
-                            "code": _code_name(loss),
-                            "was_joining": True,
-                        },
-                    )
-                )
+                effects.append(self._lost_event(slot, number, loss, executor_only=False, was_joining=True))
                 if not agent.replacing:  # else one death, whose executor was only seen to go first
                     self.restarts[slot] += 1
         if slot is None:
@@ -434,8 +523,13 @@ class Membership:
         effects = [AssignSlot(agent.number, slot), *self._take_slot(agent, slot)]
         agent.joined = now
         if agent.executor is not None and agent.executor.connected:
-            effects += self._activate(now, agent)
+            effects += self._take_over(now, agent)
         return effects
+
+    def _lost_event(self, slot: int, incarnation: int, loss: Loss, **more: bool) -> Emit:
+        code = "DEADLINE_EXCEEDED" if loss.deadline else "DATA_LOSS"
+        fields = {**self._names(slot), "incarnation": incarnation, "cause": loss.description, "code": code, **more}
+        return Emit("host_lost", fields)
 
     def check_invariants(self) -> None:
         """Used by simulations.
@@ -457,7 +551,9 @@ class Membership:
             assert executor is not None and executor.number == number and executor.connected
         known = {a.executor.number for a in self.agents.values() if a.executor is not None}
         assert known == set(self.executors), "executor table and agents disagree"
+        self.suspensions.check_invariants(self.active)
 
 
-def _code_name(loss: Loss) -> str:
-    return "DEADLINE_EXCEEDED" if loss.deadline else "DATA_LOSS"
+_STATES = {
+    Phase.SAVING: HostState.DRAINING, Phase.SAVED: HostState.SUSPENDED, Phase.RESTORING: HostState.RESTORING,
+}  # fmt: skip

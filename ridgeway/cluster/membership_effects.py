@@ -88,6 +88,49 @@ class CloseExecutor(Effect):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SuspendExecutor(Effect):
+    """Have the executor that owns a slot's devices save all that it holds, after what it was ordered before; nothing
+    new is sent to it."""
+
+    executor: int
+    slot: int
+    notice_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SuspendedExecutor(Effect):
+    """Its state is saved: from here on its process is nobody, and what it held waits for a replacement."""
+
+    executor: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestoreExecutor(Effect):
+    """Have a replacement's executor read the saved state of a slot."""
+
+    executor: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResumeExecutor(Effect):
+    """A replacement has the state of ``owner``, and is that one from now on."""
+
+    owner: int
+    executor: int
+    slot: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleaseAgent(Effect):
+    """Tell an agent to stop, and forget it: it leaves as announced."""
+
+    agent: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class CloseAgent(Effect):
     """Close an agent's link: it is lost, or must not go on."""
 

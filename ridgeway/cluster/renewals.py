@@ -31,7 +31,7 @@ class Renewals:
     def consider(self, link: ExecutorLink, worn: bool) -> None:
         """An executor has said whether it is worn."""
         now = self._clock()
-        if not worn or link.lost is not None or self._in_generation(link.number):
+        if not worn or link.lost is not None or link.suspended or self._in_generation(link.number):
             return
         if now < self._not_before.get(link.number, 0.0):
             return

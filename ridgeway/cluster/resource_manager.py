@@ -19,6 +19,7 @@ from ridgeway.cluster.python_processes import PythonProcesses
 from ridgeway.cluster.rendezvous import Rendezvous
 from ridgeway.cluster.renewals import Renewals
 from ridgeway.cluster.slice_hold import Ended, SliceHold, SliceHolds
+from ridgeway.cluster.suspender import Suspender
 from ridgeway.cluster.topology import Topology
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
@@ -68,6 +69,7 @@ class ResourceManager:
         rendezvous: Rendezvous,
         service_host: str,
         clock: Callable[[], float] = time.monotonic,
+        scratch_folder: str = "",
     ):
         self.topology = topology
         self.settings = settings
@@ -79,12 +81,15 @@ class ResourceManager:
             membership_machine.Limits(
                 settings.heartbeat_timeout_seconds, settings.suspect_after_seconds,
                 settings.executor_start_timeout_seconds, settings.progress_deadline_seconds,
+                settings.suspend_timeout_seconds,
             ),
         )  # fmt: skip
         self.generations = generation_machine.Generations()
         self.compilers = CompilerPool(settings, emit)
         self.pythons = PythonProcesses(settings, emit, clock)
-        self.renewals = Renewals(clock, emit, lambda number: number in self.generations.current, self._slot_names)
+        self.renewals = Renewals(clock, emit, lambda number: number in self.generations.current, self.slot_names)
+        self.suspender = Suspender(self, scratch_folder)
+        self.compilers.is_awaited = lambda: bool(self.suspender.slots)
         self.agents: dict[int, AgentLink] = {}
         self.executors: dict[int, ExecutorLink] = {}
         self.slots: list[ExecutorLink | None] = [None] * topology.slots
@@ -167,7 +172,8 @@ class ResourceManager:
             held = round(self.clock() - entry.hold.opened, 4)
             self.emit("probe_answered", slice=slice_index, held_seconds=held, ok=entry.up)
             missing = next((s for s in self.topology.slots_of_slice(slice_index) if self.slots[s] is None), None)
-            entry.hold.finish(None if missing is None else self.loss_of_slot(missing))
+            error = None if missing is None else self.loss_of_slot(missing)
+            self.suspender.when_free(lambda hold=entry.hold, error=error: hold.finish(error))
 
     def slice_is_up(self, slice_index: int) -> bool:
         """Whether every host of a slice is ready."""
@@ -244,6 +250,8 @@ class ResourceManager:
                     self._enter(generation, members)
                 case generation_machine.Abort(generation, members, leaving, cause):
                     self._abort(generation, members, leaving, cause)
+                case generation_machine.Leave(generation, members):
+                    self._leave(generation, members)
                 case generation_machine.Ready(generation, members):
                     started = self._generation_started.pop(generation, self.clock())
                     self.emit(
@@ -257,7 +265,7 @@ class ResourceManager:
                     if link is not None:
                         self.emit(
                             "executor_recycled",
-                            **self._slot_names(link.slot),
+                            **self.slot_names(link.slot),
                             reason=f"did not leave generation {generation} in time",
                         )
                         description = f"it did not leave the aborted generation {generation} (drain_deadline_seconds)"
@@ -321,8 +329,19 @@ class ResourceManager:
             if link is not None:
                 link.send_aside(["abort", generation, int(status.code), status.message])
         self.emit("generation_aborted", generation=generation, cause=status.message)
-        waiting = set(leaving)
-        for number in leaving:
+        self._order_to_leave(generation, leaving, "survivors_aborted", started)
+        settled = [entry for entry in self._settling if entry.generation == generation]
+        self._settling = [entry for entry in self._settling if entry.generation != generation]
+        for entry in settled:
+            entry.deliver(status)
+
+    def _leave(self, generation: int, members: tuple[int, ...]) -> None:
+        self.emit("generation_dissolved", generation=generation, members=self._places(members))
+        self._order_to_leave(generation, members, "generation_left", self.clock())
+
+    def _order_to_leave(self, generation: int, members: tuple[int, ...], when_all: str, started: float) -> None:
+        waiting = set(members)
+        for number in members:
             link = self.executors.get(number)
             if link is None:
                 continue
@@ -334,18 +353,24 @@ class ResourceManager:
                     if (leaver := self.executors.get(number)) is not None:
                         self.renewals.consider(leaver, bool(fields and fields[0]))
                 if not waiting:
-                    self.emit("survivors_aborted", generation=generation, seconds=round(self.clock() - started, 4))
+                    self.emit(when_all, generation=generation, seconds=round(self.clock() - started, 4))
 
             link.request("leave_generation", [generation], left)
-        settled = [entry for entry in self._settling if entry.generation == generation]
-        self._settling = [entry for entry in self._settling if entry.generation != generation]
-        for entry in settled:
-            entry.deliver(status)
+
+    def dissolve(self, number: int) -> None:
+        """Have the members of an executor's generation leave it, each after what it was ordered before."""
+        self._apply_generation(self.generations.dissolve(number))
 
     # ---- effects of membership
 
     def apply(self, effects: list[membership_machine.Effect]) -> None:
         """Carry out what membership decided."""
+        suspended = len(self.suspender.slots)
+        self._apply(effects)
+        if len(self.suspender.slots) < suspended:
+            self.suspender.changed()
+
+    def _apply(self, effects: list[membership_machine.Effect]) -> None:
         for effect in effects:
             match effect:
                 case membership_machine.Emit(kind, _) if self.stopping and kind in _PART_OF_STOPPING:
@@ -361,7 +386,7 @@ class ResourceManager:
                     if agent in self.agents:
                         self.agents[agent].send(["kill_executor", number, reason])
                 case membership_machine.AssignSlot(agent, slot):
-                    names = self._slot_names(slot)
+                    names = self.slot_names(slot)
                     self.agents[agent].slot = slot
                     self.agents[agent].send(["assign", names["slice"], names["host"]])
                 case membership_machine.ActivateExecutor(number, slot, _):
@@ -372,6 +397,18 @@ class ResourceManager:
                     executor_link = self.executors.pop(number, None)
                     if executor_link is not None:
                         executor_link.lose(loss.deadline, loss.description)
+                case membership_machine.SuspendExecutor(number, slot, notice_seconds):
+                    self.suspender.suspend(number, slot, notice_seconds)
+                case membership_machine.SuspendedExecutor(number, _):
+                    self.suspender.detach(number)
+                case membership_machine.RestoreExecutor(number, slot):
+                    self.suspender.restore(number, slot)
+                case membership_machine.ResumeExecutor(_, number, slot):
+                    self.suspender.resume(number, slot)
+                case membership_machine.ReleaseAgent(number, reason):
+                    self.suspender.release(self.agents.pop(number), reason)
+                    self.compilers.remove_agent(number, blamed=False)
+                    self.pythons.agent_lost(number, reason)
                 case membership_machine.CloseAgent(number, reason):
                     agent_link = self.agents.pop(number, None)
                     if agent_link is not None:
@@ -391,7 +428,9 @@ class ResourceManager:
         self.epoch += 1
 
     def _lose(self, number: int, slot: int, loss: membership_machine.Loss) -> None:
-        link = self.executors.pop(number)
+        suspended = self.suspender.take_lost(slot)
+        link = self.executors.pop(number, None) or suspended
+        assert link is not None
         self.slots[slot] = None
         self.epoch += 1
         status = statuses.Status(
@@ -427,6 +466,11 @@ class ResourceManager:
         ended = self.holds.give_up(slice_index, reason)
         self._spans_epoch = -1
         self._finish(ended)
+        self.apply(self.membership.abandon_suspended(self.clock(), slice_index, reason))
+
+    def preempt(self, slot: int, notice_seconds: float, reason: str) -> None:
+        """The worker in a slot will be taken away in so many seconds: save what it holds, and let it go."""
+        self.apply(self.membership.preempt(self.clock(), slot, notice_seconds, reason))
 
     def explain_loss(self, slot: int, description: str, executor: int | None = None) -> None:
         """Add what the launcher or the agent knows of a loss to what users read; news of an ``executor`` that is not
@@ -463,6 +507,7 @@ class ResourceManager:
         self._apply_generation(self.generations.tick(now, self.settings.drain_deadline_seconds, progressed))
         self._hand_out_services()
         self.pythons.tick(now)
+        self.suspender.tick(now)
         for link in self.executors.values():
             link.flush_frees()
         self._finish(self.holds.due(now, self.membership.slice_is_joining))
@@ -483,10 +528,11 @@ class ResourceManager:
 
     # ---- names
 
-    def _slot_names(self, slot: int) -> dict[str, int]:
+    def slot_names(self, slot: int) -> dict[str, int]:
+        """A slot's slice and host, as fields of an event."""
         return {"slice": self.topology.slice_of_slot(slot), "host": self.topology.host_of_slot(slot)}
 
     def _places(self, members: Iterable[int]) -> list[list[int]]:
         return [
-            list(self._slot_names(link.slot).values()) for n in members if (link := self.executors.get(n)) is not None
+            list(self.slot_names(link.slot).values()) for n in members if (link := self.executors.get(n)) is not None
         ]

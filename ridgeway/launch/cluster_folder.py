@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ DEFAULT_NAME = "ridgeway"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CLUSTER_FILE = "cluster.json"
 _LOCK_FILE = "lock"
+_SCRATCH_FOLDER = "scratch"
 
 
 class ClusterError(Exception):
@@ -279,6 +281,29 @@ def create_logs_folder(name: str, started: float) -> Path:
         raise ClusterError(f"cannot make the logs folder in {parent}: {error.strerror}; set XDG_STATE_HOME") from None
     for old in logs_folders(name)[:-KEPT_STARTS]:
         shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def create_scratch_folder(name: str, parent: Path | None, logs: Path) -> Path:
+    """A new folder (mode 0700) for the state of preempted workers, in ``parent`` or else beside the logs. It is the
+    cluster's own and goes with it; what a killed supervisor left beside its logs goes with the next start.
+
+    Raises:
+      ClusterError: it cannot be made.
+    """
+    if parent is None:
+        for old in logs_folders(name):
+            if old != logs:
+                shutil.rmtree(old / _SCRATCH_FOLDER, ignore_errors=True)
+    folder = logs / _SCRATCH_FOLDER
+    try:
+        if parent is None:
+            folder.mkdir(mode=0o700)
+        else:
+            folder = Path(tempfile.mkdtemp(prefix=f"ridgeway-{check_name(name)}-", dir=parent.resolve()))
+    except OSError as error:
+        problem = f"cannot make the scratch folder in {parent or logs}: {error.strerror}"
+        raise ClusterError(f"{problem}; name a folder that you may write to with --scratch-folder") from None
     return folder
 
 

@@ -61,14 +61,15 @@ class ControlClient:
         except (LinkClosed, FrameError) as error:
             raise ControlError(f"the head at {self._where} did not answer {verb}: {error}") from None
 
-    def follow(self, since: int) -> Iterator[dict[str, Any]]:
-        """Events from a sequence number on, those to come included; ends when the head does.
+    def follow(self, since: int, quiet_seconds: float | None = None) -> Iterator[dict[str, Any]]:
+        """Events from a sequence number on, those to come included; ends when the head does, or after so many seconds
+        without an event.
 
         Raises:
           ControlError: the head said no.
         """
         self._next += 1
-        self._link.set_timeout(None)
+        self._link.set_timeout(quiet_seconds)
         try:
             self._link.send(["request", self._next, "subscribe", {"since": since}])
             while True:

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 
 from ridgeway.cluster.topology import Topology
 from ridgeway.launch import cluster_folder, supervision
-from ridgeway.launch.child_processes import Process, kill_group, last_line, spawn, terminate, wait_all
+from ridgeway.launch.child_processes import Process, interrupt, kill_group, last_line, spawn, wait_all
 from ridgeway.launch.cluster_folder import ClusterFolder, ClusterRecord
 from ridgeway.launch.control import ControlError, ControlStream, open_stream
 from ridgeway.launch.environment import runtime_environment
@@ -26,7 +27,7 @@ from ridgeway.transport.authentication import new_secret
 #: The head says this once it serves.
 _READY_LINE = re.compile(r"READY cluster=(\S+):(\d+) proxy=(\S+):(\d+)(?: metrics=(\S+))?")
 
-#: How long each stage of taking the cluster down may take: by the head's word, by SIGTERM, by SIGKILL.
+#: How long each stage of taking the cluster down may take: by the head's word, by SIGINT, by SIGKILL.
 STOP_STAGE_SECONDS = 3.0
 #: How long a head whose process lives may be out of reach.
 HEAD_SILENCE_SECONDS = 10.0
@@ -45,6 +46,9 @@ class LocalOptions:
     topology: Topology
     standbys: int = 0
     max_slice_restarts: int | None = 10
+    max_preemptions: int | None = None
+    scratch_folder: Path | None = None
+    """Where the state of preempted workers waits, in a folder of this cluster's own; None: beside the logs."""
     replacement_delay_seconds: float = 0.0
     cluster_host: str = "127.0.0.1"
     cluster_port: int = 29001
@@ -93,6 +97,7 @@ class LocalCluster:
         self._user_say = say
         self._secret = options.secret or new_secret()
         self._folder: ClusterFolder | None = None
+        self._scratch: Path | None = None
         self._head: Process | None = None
         self._workers: dict[str, Process] = {}
         self._worker_logs: dict[str, Path] = {}
@@ -104,6 +109,7 @@ class LocalCluster:
                 hosts_per_slice=options.topology.hosts_per_slice,
                 standbys=options.standbys,
                 max_slice_restarts=options.max_slice_restarts,
+                max_preemptions=options.max_preemptions,
                 replacement_delay_seconds=options.replacement_delay_seconds,
             )
         )
@@ -141,6 +147,7 @@ class LocalCluster:
         options = self.options
         self._folder = cluster_folder.create(options.name)
         self.logs = cluster_folder.create_logs_folder(options.name, time.time())
+        self._scratch = cluster_folder.create_scratch_folder(options.name, options.scratch_folder, self.logs)
         self._say(f"cluster {options.name!r}, {options.topology}; logs in {self.logs}")
         try:
             async with asyncio.timeout(options.start_timeout_seconds):
@@ -194,6 +201,7 @@ class LocalCluster:
             "--proxy-host", options.proxy_host, "--proxy-port", str(options.proxy_port),
             "--events", str(logs / "events.jsonl"),
             "--cache-folder", str(cache_folder()),
+            "--scratch-folder", str(self._scratch),
         ]  # fmt: skip
         if options.metrics_port is not None:
             command += ["--metrics-host", options.metrics_host, "--metrics-port", str(options.metrics_port)]
@@ -430,7 +438,7 @@ class LocalCluster:
         everything = [*self._workers.values(), *([head] if head is not None else [])]
         left = [process for process in everything if process.returncode is None]
         for process in left:
-            terminate(process)
+            interrupt(process)
         left = await wait_all(left, STOP_STAGE_SECONDS)
         for process in everything:
             kill_group(process)
@@ -440,6 +448,8 @@ class LocalCluster:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         folder.remove()
         self._say("everything is down")
 

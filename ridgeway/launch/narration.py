@@ -20,6 +20,13 @@ def narrate(event: Event) -> str | None:
             return f"executor of {_place(event)} is lost: {event['cause']}; its agent starts another one"
         case "host_lost":
             return f"{_place(event)} is lost: {event['cause']}"
+        case "preemption_announced":
+            return f"{_place(event)} will be taken away in {event['notice_seconds']:g} s ({event['reason']})"
+        case "host_suspended":
+            size = event["bytes"] / 1e6
+            return f"{_place(event)} is suspended: {size:.1f} MB saved in {event['seconds']:.2f} s, waiting for another"
+        case "host_resumed":
+            return f"{_place(event)} is back as it was, {event['seconds']:.2f} s after its preemption was announced"
         case "slice_lost":
             return f"slice {event['slice']} is down"
         case "slice_ready":
@@ -72,6 +79,14 @@ def to_policy(event: Event) -> supervision.Event | None:
         } if not event.get("executor_only"):
             silent = event.get("code") == "DEADLINE_EXCEEDED"
             return supervision.HostLost(slice_index, host_index, incarnation, silent)
+        case {
+            "kind": "preemption_announced",
+            "slice": int(slice_index),
+            "host": int(host_index),
+            "incarnation": int(incarnation),
+            "notice_seconds": float() | int() as notice,
+        }:
+            return supervision.HostPreempted(slice_index, host_index, incarnation, notice)
         case {"kind": "standby_ready", "launch_id": str(launch_id)}:
             return supervision.StandbyReady(launch_id)
         case {"kind": "standby_lost", "launch_id": str(launch_id)}:

@@ -5,7 +5,8 @@ head decides who is lost and which standby takes which place; this policy follow
 slot has a process, as a Job controller would.  `ridgeway.launch.local` is the shell.
 
 The restart budget is counted as Pathways counts it: a slice may use ``max_slice_restarts x hosts per slice``
-replacements of its workers.
+replacements of its workers.  Workers whose end was announced (preemptions) are nobody's fault: they have a budget of
+their own, ``max_preemptions x hosts per slice``.
 """
 
 import dataclasses
@@ -30,6 +31,8 @@ class Options:
     standbys: int = 0
     max_slice_restarts: int | None = 10
     """None: without limit."""
+    max_preemptions: int | None = None
+    """The same for workers that left as announced."""
     replacement_delay_seconds: float = 0.0
     """Imitates the time a scheduler takes to find another machine."""
     join_timeout_seconds: float = 60.0
@@ -91,6 +94,16 @@ class HostLost:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class HostPreempted:
+    """A slot's worker will end soon, by itself or not: that was announced to the head."""
+
+    slice: int
+    host: int
+    incarnation: int
+    notice_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StandbyReady:
     """A standby waits for a place, everything imported."""
 
@@ -104,7 +117,7 @@ class StandbyLost:
     launch_id: str
 
 
-Event = WorkerExited | HostJoining | HostReady | HostLost | StandbyReady | StandbyLost
+Event = WorkerExited | HostJoining | HostReady | HostLost | HostPreempted | StandbyReady | StandbyLost
 
 
 # ---- effects
@@ -183,6 +196,8 @@ class _Launch:
     """It lost the race for its slot before it joined: its end counts for nothing."""
     succeeded: bool = False
     """The head lost it and a standby has its place already: its end counts, but nothing is to be started."""
+    preempted: bool = False
+    """Its end was announced."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -206,6 +221,8 @@ class Supervision:
         }
         self.restarts = [0] * options.slices
         """Replacements used, per slice."""
+        self.preemptions = [0] * options.slices
+        """Those of them for workers that left as announced are counted here instead."""
         self.given_up: dict[int, str] = {}
         """Slice -> reason."""
         self._launches: dict[str, _Launch] = {}
@@ -219,9 +236,10 @@ class Supervision:
 
     def restart_budget(self) -> float:
         """Replacements a slice may use."""
-        if self.options.max_slice_restarts is None:
-            return math.inf
-        return self.options.max_slice_restarts * self.options.hosts_per_slice
+        return self._budget(self.options.max_slice_restarts)
+
+    def _budget(self, limit: int | None) -> float:
+        return math.inf if limit is None else limit * self.options.hosts_per_slice
 
     def next_wakeup(self) -> float:
         """When `tick` has something to do next; infinity for never."""
@@ -256,6 +274,8 @@ class Supervision:
                 return self._ready(now, event)
             case HostLost():
                 return self._lost(now, event)
+            case HostPreempted():
+                return self._preempted(now, event)
             case StandbyReady():
                 self._standby_failures = 0
                 return []
@@ -355,6 +375,14 @@ class Supervision:
                 launch.kill_at = min(launch.kill_at, now + self.options.lost_exit_seconds)
         return []
 
+    def _preempted(self, now: float, event: HostPreempted) -> list[Effect]:
+        for launch in self._launches.values():
+            if launch.incarnation == event.incarnation and launch.slot == (event.slice, event.host):
+                launch.preempted = True
+                end = now + event.notice_seconds + self.options.lost_exit_seconds
+                launch.kill_at = min(launch.kill_at, end)
+        return []
+
     def _exited(self, now: float, launch_id: str, exit_code: int) -> list[Effect]:
         launch = self._launches.pop(launch_id, None)
         if launch is None or launch.unwanted:
@@ -369,14 +397,20 @@ class Supervision:
         description = describe_exit(exit_code)
         effects: list[Effect] = [ReportExit(slice_index, host_index, launch_id, description)]
         what = f"worker of slice {slice_index} host {host_index} {description}"
+        if launch.preempted:
+            what += ", as announced"
         if slice_index in self.given_up:
             return effects
-        if self.restarts[slice_index] >= self.restart_budget():
-            return [*effects, *self._give_up(slice_index, what)]
-        self.restarts[slice_index] += 1
+        used, limit, name = self._account(launch.preempted)
+        if used[slice_index] >= self._budget(limit):
+            return [*effects, *self._give_up(slice_index, f"{what} after {used[slice_index]} {name}s", name, limit)]
+        used[slice_index] += 1
+        count = f"{name} {used[slice_index]} of the slice"
+        if limit is not None:
+            count += f", of {self._budget(limit):.0f}"
         if launch.succeeded:
-            return [*effects, Say(f"{what}; a standby has taken its place ({self._count(slice_index)})")]
-        state.failures = 0 if launch.ready else state.failures + 1
+            return [*effects, Say(f"{what}; a standby has taken its place ({count})")]
+        state.failures = 0 if launch.ready or launch.preempted else state.failures + 1
         # A refusal, or imports that fail, no replacement mends. That the head holds the place for a predecessor whose
         # end it has not heard of (a network that is cut tells nobody) ends with the predecessor's deadline.
         hopeless = (
@@ -387,7 +421,6 @@ class Supervision:
         if hopeless and slot not in self._was_ready:
             return [*effects, CannotStart(launch_id, slot, what)]
         delay = self.options.replacement_delay_seconds + self._backoff(state.failures)
-        count = self._count(slice_index)
         if self._free_standbys() > 0:
             state.awaits_standby = True
             state.start_at = now + max(delay, self.options.standby_take_over_seconds)
@@ -416,9 +449,11 @@ class Supervision:
         effects.append(Say(f"standby {describe_exit(exit_code)}; starting another one in {delay:.1f} s"))
         return effects + self.tick(now)
 
-    def _count(self, slice_index: int) -> str:
-        used, budget = self.restarts[slice_index], self.restart_budget()
-        return f"restart {used} of the slice" + (f", of {budget:.0f}" if budget != math.inf else "")
+    def _account(self, preempted: bool) -> tuple[list[int], int | None, str]:
+        """Whose budget a replacement is paid from: what was used per slice, the limit, and what it is called."""
+        if preempted:
+            return self.preemptions, self.options.max_preemptions, "preemption"
+        return self.restarts, self.options.max_slice_restarts, "restart"
 
     def _free_standbys(self) -> int:
         """Standbys without a place, less the places that wait for one."""
@@ -430,10 +465,9 @@ class Supervision:
             return 0.0
         return min(self.options.backoff_limit_seconds, self.options.backoff_first_seconds * 2 ** (failures - 1))
 
-    def _give_up(self, slice_index: int, what: str) -> list[Effect]:
-        limit = self.options.max_slice_restarts
-        used = self.restarts[slice_index]
-        reason = f"{what} after {used} restarts (max_slice_restarts {limit})"
+    def _give_up(self, slice_index: int, what: str, name: str, limit: int | None) -> list[Effect]:
+        setting = {"restart": "max_slice_restarts", "preemption": "max_preemptions"}[name]
+        reason = f"{what} ({setting} {limit})"
         self.given_up[slice_index] = reason
         effects: list[Effect] = [
             Say(f"{reason}; slice {slice_index} is given up: programs get an error for its devices"),

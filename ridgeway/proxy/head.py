@@ -47,6 +47,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--events", type=Path, default=None, help="file to append events to")
     parser.add_argument("--cache-folder", type=Path, default=None, help="persistent compile cache")
     parser.add_argument(
+        "--scratch-folder", default="", help="where the state of preempted workers waits; all workers share it"
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of ridgeway/settings.py"
     )
     return parser.parse_args(arguments)
@@ -64,8 +67,9 @@ class Head:
         self.versions = hello_versions()
         self.rendezvous = Rendezvous(options.cluster_host, self.settings.spare_rendezvous_services)
         self.manager = ResourceManager(
-            self.topology, self.settings, self.events.emit, self.rendezvous, options.cluster_host
-        )
+            self.topology, self.settings, self.events.emit, self.rendezvous, options.cluster_host,
+            scratch_folder=options.scratch_folder,
+        )  # fmt: skip
         platform = f"cpu jaxlib {self.versions['jaxlib']} ridgeway {self.versions['ridgeway']} {os.uname().machine}"
         cache = CompileCache(options.cache_folder, self.settings.compile_cache_limit_bytes)
         self.programs = Programs(self.manager, cache, platform, self.events.emit)

@@ -98,6 +98,12 @@ class HostBufferStore:
         _, arrivals = self._waiting.setdefault(handle, (time.monotonic() + self._timeout_seconds, []))
         arrivals.append(arrival)
 
+    def postpone(self, seconds: float) -> None:
+        """Give everything that waits so much more time."""
+        for table in (self._waiting, self._watching):
+            for handle, (deadline, arrivals) in table.items():
+                table[handle] = (deadline + seconds, arrivals)
+
     def tick(self) -> None:
         """Fail what waited too long."""
         now = time.monotonic()

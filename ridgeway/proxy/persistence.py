@@ -352,4 +352,5 @@ class _Read(_Transfer):
                 for executor in group.executors:
                     executor.free(group.number)
         self._end(error)
-        self._hold.finish(error)
+        # What waited for it may touch other hosts too.
+        self._services.manager.suspender.when_free(lambda: self._hold.finish(error))

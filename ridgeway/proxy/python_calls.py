@@ -297,6 +297,10 @@ class SessionPython:
             case _:
                 raise ValueError(f"a message {message[0]!r} of a Python process")
 
+    def is_busy(self, slot: int) -> bool:
+        """Whether a call has not ended on a host: its executor has to be there for what the call returns."""
+        return any(slot in call.executors for call in self._calls.values())
+
     # ---- ends of calls
 
     def _ended(self, call: _Call, slot: int, error: Status | None) -> None:
@@ -314,7 +318,7 @@ class SessionPython:
         if not call.failed:
             call.failed = True
             _fail(call.results, error, call.done)
-            call.hold.finish(None)
+            self._manager.suspender.when_free(lambda: call.hold.finish(None))
 
     def _bind(self, call: _Call) -> None:
         """All hosts have answered."""
@@ -332,7 +336,7 @@ class SessionPython:
                 for slot, executor in call.executors.items():
                     executor.send(_take(group, result, call.targets[slot][index]))
                 result.bind(group)
-        call.hold.finish(None)
+        self._manager.suspender.when_free(lambda: call.hold.finish(None))
         if call.done is not None:
             call.done(None)
 

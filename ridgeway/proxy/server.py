@@ -131,6 +131,8 @@ class ProxyServer:
         try:
             async for data in requests:
                 session.on_request(data)
+                if session.gate.full:
+                    await self._until_room(session)
                 if overflow.is_set():
                     reason = "the client reads no responses (session_response_limit)"
                     break
@@ -178,6 +180,12 @@ class ProxyServer:
         finally:
             registry.closed(client, stream)
             writer.cancel()
+
+    async def _until_room(self, session: Session) -> None:
+        """Read no more while so many requests are held; the suspension's deadlines bound the wait."""
+        room = asyncio.Event()
+        session.gate.when_room(room.set)
+        await room.wait()
 
     async def _relieve(self) -> None:
         """Make this session wait while an executor has far too much unsent."""

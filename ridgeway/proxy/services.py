@@ -41,7 +41,13 @@ class Services:
         self.handlers: dict[str, Handler] = {}
         self.sessions: dict[int, Session] = {}
         manager.on_generation.append(programs.preload)
+        manager.suspender.on_change.append(self._reopen_gates)
+        manager.suspender.busy.append(lambda slot: any(s.python.is_busy(slot) for s in self.sessions.values()))
         manager.on_loss.append(lambda executor: self.observer.lost(list(self.sessions.values()), executor))
+
+    def _reopen_gates(self) -> None:
+        for session in list(self.sessions.values()):
+            session.gate.reopen()
 
     def report_bug(self, where: str, error: BaseException) -> None:
         """Something broke that must not: keep the traceback for whoever reads the head's log."""

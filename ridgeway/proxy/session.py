@@ -21,6 +21,8 @@ from ridgeway.proxy.host_callbacks import SessionCallbacks
 from ridgeway.proxy.plugin_programs import PluginProgram
 from ridgeway.proxy.python_calls import SessionPython
 from ridgeway.proxy.services import Services
+from ridgeway.proxy.suspension_gate import SuspensionGate
+from ridgeway.proxy.touching import slots_touched
 
 SERVER_HANDLES_FROM = 1 << 40
 """Handles made here start far above those the client makes."""
@@ -90,6 +92,10 @@ class Session:
         )
         self.callbacks = SessionCallbacks(services.callbacks, self.new_handle)
         self.python = SessionPython(services, number)
+        self.gate = SuspensionGate(
+            services.manager.suspender, number, services.settings.pending_order_limit, services.emit
+        )
+        self._ticked = self.started
         self.requests = 0
         self.ended = False
         self._send = send
@@ -147,7 +153,8 @@ class Session:
     # ---- requests
 
     def on_request(self, data: bytes) -> None:
-        """Handle one serialized `IfrtRequest`; every outcome becomes a response."""
+        """Handle one serialized `IfrtRequest`, at once or when what it touches is not suspended any more; every outcome
+        becomes a response."""
         try:
             request = messages.IfrtRequest.FromString(data)
         except Exception:
@@ -161,6 +168,10 @@ class Session:
                 "this request is of a kind that this server's jaxlib does not know"))
             return
         name = kind[: -len("_request")]
+        body = getattr(request, kind)
+        self.gate.admit(lambda: slots_touched(self, name, body), lambda: self._handle(operation, name, body))
+
+    def _handle(self, operation: int, name: str, request: Any) -> None:
         handler = self.services.handlers.get(name)
         if handler is None:
             self.respond(operation, messages.IfrtResponse(), statuses.unimplemented(f"request {name} is not supported"))
@@ -169,16 +180,16 @@ class Session:
         answer = getattr(response, name + "_response")
         answer.SetInParent()
         try:
-            result = handler(self, getattr(request, kind), answer, _Later(self, operation, response, name))
+            result = handler(self, request, answer, _Later(self, operation, response, name))
         except StatusError as error:
-            self._fail(operation, name, getattr(request, kind), response, error.status)
+            self._fail(operation, name, request, response, error.status)
         except DecodeError as error:
             status = statuses.invalid_argument(f"a part of the request {name} cannot be read: {error}")
-            self._fail(operation, name, getattr(request, kind), response, status)
+            self._fail(operation, name, request, response, status)
         except Exception as error:
             self.services.report_bug(name, error)
             status = statuses.internal(f"the proxy failed at {name}: {error!r}")
-            self._fail(operation, name, getattr(request, kind), response, status)
+            self._fail(operation, name, request, response, status)
         else:
             if result is not LATER:
                 self.respond(operation, response, OK)
@@ -229,7 +240,11 @@ class Session:
         return sum(dtypes.array_bytes(a.kind, a.shape) for a in self.arrays.values() if a.groups is not None)
 
     def tick(self) -> None:
-        """Apply deadlines."""
+        """Apply deadlines; what waits for requests that are held has more time."""
+        now = time.monotonic()
+        if self.gate.closed:
+            self.buffers.postpone(now - self._ticked)
+        self._ticked = now
         self.buffers.tick()
         self.python.tick()
 
@@ -238,6 +253,7 @@ class Session:
         if self.ended:
             return
         self.ended = True
+        self.gate.close()
         self.python.close()
         held = len(self.arrays)
         for array in self.arrays.values():

@@ -18,6 +18,11 @@ The JSON form (`SCHEMA`); times are wall seconds since 1970, all else in seconds
        "milestones": [{"name", "time", "seconds" from the start, "source"}],   as measured, unordered by need
        "step_program": str | null,
        "compile_hits": int, "compile_misses": int}],
+     "suspensions": [{                 announced preemptions; see `suspensions.Suspension`
+       "slice", "host", "time", "notice_seconds", "reason",
+       "outcome": "resumed" | "lost" | "left" | "unfinished",
+       "seconds", "saved_seconds", "waited_seconds", "restore_seconds", "bytes", "cause",
+       "paused": {session: seconds}}],
      "summary": {
        "count": int,                   recoveries of sessions that a loss disturbed and that step again
        "median_seconds": float | null, "max_seconds": float | null,
@@ -40,6 +45,7 @@ import dataclasses
 import io
 import json
 import statistics
+import textwrap
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -56,6 +62,8 @@ from ridgeway.timeline.goodput import Goodput
 from ridgeway.timeline.phases import TITLES, UNATTRIBUTED
 from ridgeway.timeline.plots import plot
 from ridgeway.timeline.recovery import RESIZE, RESUME, UNDISTURBED, Recovery, find_recoveries
+from ridgeway.timeline.suspensions import Suspension, find_suspensions
+from ridgeway.timeline.suspensions import describe as describe_suspension
 from ridgeway.timeline.windows import COMPLETED, REPAIRED, SESSION_ENDED, UNFINISHED
 
 __all__ = ["SCHEMA", "plot", "render", "summarize", "to_json"]
@@ -96,21 +104,25 @@ def render(
       OSError: `output` cannot be written.
     """
     events = list(events)
-    recoveries = find_recoveries(events, killed_at)
+    recoveries, suspensions = find_recoveries(events, killed_at), find_suspensions(events)
     goodput = accounts.find_goodput(events)
-    content = (
-        json.dumps(to_json(recoveries, goodput), indent=2) + "\n" if as_json else _tables(recoveries, goodput)
-    )
+    if as_json:
+        content = json.dumps(to_json(recoveries, goodput, suspensions), indent=2) + "\n"
+    else:
+        content = _suspension_lines(suspensions) + _tables(recoveries, goodput)
     if output is not None:
         output.write_text(content, encoding="utf-8")
     return content
 
 
-def to_json(recoveries: Sequence[Recovery], goodput: Sequence[Goodput] = ()) -> dict[str, Any]:
+def to_json(
+    recoveries: Sequence[Recovery], goodput: Sequence[Goodput] = (), suspensions: Sequence[Suspension] = ()
+) -> dict[str, Any]:
     """The JSON form, as plain values."""
     return {
         "schema": SCHEMA,
         "recoveries": [_plain(recovery) for recovery in recoveries],
+        "suspensions": [dataclasses.asdict(suspension) for suspension in suspensions],
         "summary": summarize(recoveries),
         "goodput": [accounts.to_json(account) for account in goodput],
     }
@@ -140,6 +152,13 @@ def describe(recovery: Recovery) -> str:
     ending = _ENDINGS[recovery.outcome]
     mode = _MODES.get(recovery.mode or "") if recovery.outcome == COMPLETED else None
     return f"loss of {lost}: {ending}{f', {mode}' if mode else ''}"
+
+
+def _suspension_lines(suspensions: Sequence[Suspension]) -> str:
+    if not suspensions:
+        return ""
+    lines = [textwrap.fill(describe_suspension(s), WIDTH, subsequent_indent="  ") for s in suspensions]
+    return "\n".join(["Announced preemptions:", *lines, "", ""])
 
 
 def _tables(recoveries: Sequence[Recovery], goodput: Sequence[Goodput]) -> str:

@@ -62,8 +62,8 @@ class AgentProcess:
         """Live until an `Exit` effect; returns the exit code, with everything started here gone."""
         loop = asyncio.get_running_loop()
         self._exit_code = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._handle, core.StopRequested(processes.signal_name(number)))
+        loop.add_signal_handler(signal.SIGINT, self._handle, core.StopRequested("SIGINT"))
+        loop.add_signal_handler(signal.SIGTERM, self._handle, core.PreemptionAnnounced("SIGTERM"))
         self._adopts = processes.adopt_orphans()
         self._spawn(self._tick())
         self._handle(core.Started())

@@ -7,6 +7,7 @@ the shell that does.
 
 import collections
 import dataclasses
+import math
 import signal
 from typing import Any
 
@@ -28,6 +29,7 @@ from ridgeway.worker.agent_events import (
     LinkLost,
     MessageReceived,
     NotAuthenticated,
+    PreemptionAnnounced,
     Refused,
     Say,
     Send,
@@ -107,6 +109,8 @@ class AgentCore:
         self._last_tick = now
         self._next_heartbeat = now
         self._ending = False
+        self._leave_at = math.inf
+        """when the notice of a preemption is over"""
 
     def hello(self) -> dict[str, Any]:
         """The fields of this agent's hello; an assigned standby asks for its place again."""
@@ -171,6 +175,8 @@ class AgentCore:
                 ]
             case StopRequested(reason):
                 return self._exit(EXIT_STOPPED, f"stopping: {reason}")
+            case PreemptionAnnounced(reason):
+                return self._preempted(reason, now)
             case Tick():
                 return self._tick(now)
         raise AssertionError(f"unknown event {event!r}")
@@ -211,6 +217,8 @@ class AgentCore:
     def _orphaned(self, reason: str, now: float) -> list[Effect]:
         """The head is gone: whatever the children compute would be a zombie's work."""
         self.agent = None
+        if self._leave_at < math.inf:
+            return self._exit(EXIT_STOPPED, f"{reason}, and this host is preempted")
         if self.settings.orphan_policy != "wait":
             return self._exit(EXIT_ORPHANED, f"{reason}; ending, as orphan_policy = exit says")
         self._give_up_at = now + self.settings.orphan_timeout_seconds
@@ -223,6 +231,20 @@ class AgentCore:
                 "for a head to come back (orphan_policy = wait)"
             ),
             Connect(RECONNECT_DELAY_SECONDS),
+        ]
+
+    def _preempted(self, reason: str, now: float) -> list[Effect]:
+        """Whoever ends this process with notice gives the head the time to have its state saved; the head says when it
+        may go. Without a head or a place there is nothing to save."""
+        if self.agent is None or self.slice is None:
+            return self._exit(EXIT_STOPPED, f"stopping: {reason}")
+        if self._leave_at < math.inf:
+            return [Say(f"{reason} again; {max(0.0, self._leave_at - now):.1f} s of the notice are left")]
+        notice = self.settings.preemption_notice_seconds
+        self._leave_at = now + notice
+        return [
+            Say(f"{reason}: leaving within {notice:g} s (preemption_notice_seconds), once the state is saved"),
+            Send(["preempted", notice, reason]),
         ]
 
     def _obey(self, message: list[Any], now: float) -> list[Effect]:
@@ -335,6 +357,9 @@ class AgentCore:
                 Say(f"{name} for the executor, as the head asks"),
                 *self._signal_children(number, ("executor",)),
             ]
+        if target == "worker" and number == signal.SIGTERM:
+            # As a scheduler sends it: to the process that it started.
+            return [Say(f"{name} for this worker, as the head asks"), SignalSelf(number)]
         if target == "worker":
             return [
                 Say(f"{name} for this worker, as the head asks"),
@@ -384,6 +409,8 @@ class AgentCore:
             self._heard = now
             if self._template_started is not None:
                 self._template_started += slept
+        if now >= self._leave_at:
+            return [*effects, *self._exit(EXIT_STOPPED, "the notice of the preemption is over")]
         if self.agent is not None:
             silent = now - self._heard
             if silent >= settings.heartbeat_timeout_seconds:

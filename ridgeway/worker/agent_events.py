@@ -130,7 +130,14 @@ class ChildExited(Event):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopRequested(Event):
-    """SIGTERM, or Ctrl-C."""
+    """Ctrl-C: end now."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreemptionAnnounced(Event):
+    """SIGTERM: this host will soon be taken away."""
 
     reason: str
 

@@ -308,6 +308,33 @@ class BufferStore:
                     sizes[id(data)] = data.nbytes
         return sum(sizes.values())
 
+    @property
+    def groups(self) -> dict[int, Group]:
+        """All groups, by number."""
+        return self._groups
+
+    @property
+    def promised(self) -> int:
+        """Shards whose bytes are not here."""
+        return sum(not shard.promise.resolved for _, _, shard in self._promised_shards())
+
+    def _promised_shards(self) -> list[tuple[dict[int, Any], int, PromisedShard]]:
+        return [
+            (group.shards, device, shard)
+            for group in self._groups.values()
+            if group.shards is not None
+            for device, shard in group.shards.items()
+            if isinstance(shard, PromisedShard)
+        ]
+
+    def keep_in_host_memory(self) -> None:
+        """Turn every shard whose bytes were promised, and are here now, into bytes or the error in their place."""
+        for shards, device, shard in self._promised_shards():
+            try:
+                shards[device] = HostShard(shard.decode(shard.promise.wait(0.0)), shard.memory_kind)
+            except statuses.StatusError as error:
+                shards[device] = error.status
+
     def set(self, number: int, group: Group) -> None:
         """Bind a group."""
         self._groups[number] = group

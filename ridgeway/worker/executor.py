@@ -32,6 +32,7 @@ from ridgeway.worker.persistence import PersistenceOrders
 from ridgeway.worker.process_identity import hello_versions
 from ridgeway.worker.program_orders import ProgramOrders
 from ridgeway.worker.renewal import Renewal
+from ridgeway.worker.suspend_orders import SuspendOrders
 from ridgeway.worker.transfers import TransferClient, TransferServer
 from ridgeway.worker.waiting import Waiters
 
@@ -65,6 +66,14 @@ class Executor:
         )  # fmt: skip
         self.callbacks = CallbackCaller(self.promises, link.send, self.settings.callback_timeout_seconds)
         self.current_program = ""
+        self.saved = False
+        """its state is in the scratch folder: this process has nothing more to do"""
+        self.unfinished: dict[str, Callable[[], int]] = {
+            "operations": lambda: self.waiters.outstanding,
+            "transfers to here": lambda: self.promises.awaited + self.store.promised,
+            "transfers to others": lambda: self.transfers.unsent,
+        }
+        """What goes on beside the sequence of orders, and how much of it: the state is saved when there is none."""
         self._lock = threading.Lock()
         self.agreement = Agreement()
         self._missed_generation = 0
@@ -91,6 +100,7 @@ class Executor:
         self.waiters = self._new_waiters(self.runtime)
         buffer_orders = BufferOrders(self)
         persistence = PersistenceOrders(self, buffer_orders)
+        self.unfinished["pieces for storage"] = persistence.unfinished
         self._aside: dict[str, Callable[..., None]] = {
             "data": self._data, "data_failed": self._data_failed, "peer_lost": self._peer_lost,
             "service": self._service_here, "abort": self._abort, "everybody_refused": self._everybody_refused,
@@ -104,6 +114,7 @@ class Executor:
             "assign": self._assign,
             "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
             **buffer_orders.handlers, **self.programs.handlers, **persistence.handlers, **self.renewal.handlers,
+            **SuspendOrders(self).handlers,
         }  # fmt: skip
 
     # ---- threads
@@ -126,7 +137,7 @@ class Executor:
                         self._read_on.wait()
                         self._read_on.clear()
         except LinkClosed:
-            return EXIT_HEAD_GONE
+            return 0 if self.saved else EXIT_HEAD_GONE
 
     def read_on(self) -> None:
         """The order to renew was not carried out: the reader may go on."""
@@ -183,6 +194,10 @@ class Executor:
         completed = self._completed_before + waiters.completed + self._waits
         held, worn = self.store.host_memory_bytes(), self.renewal.worn
         self._tell(["heartbeat", self._dispatched, completed, outstanding, memory_bytes(os.getpid()), held, worn])
+
+    def progressed(self) -> None:
+        """Something long goes on as it should: the head sees it by the next heartbeat."""
+        self._waits += 1
 
     def _tell(self, message: list[Any]) -> None:
         try:

@@ -95,6 +95,7 @@ class PersistenceOrders:
         self._threads = ThreadPoolExecutor(max(1, executor.settings.persistence_threads), "persistence")
         self._lock = threading.Lock()
         self._jobs: dict[str, list[Job]] = {}
+        self._pieces = 0
         self._stopped: OrderedDict[str, Status] = OrderedDict()
         self.handlers: dict[str, Callable[..., None]] = {
             "persist_write": self.write, "persist_commit": self.commit, "persist_discard": self.discard,
@@ -189,12 +190,23 @@ class PersistenceOrders:
         deliver = self._executor.answer(request, self._executor.runtime)
         return lambda error: deliver(None, error)
 
+    def unfinished(self) -> int:
+        """How many pieces are being written or read, or wait for a thread."""
+        with self._lock:
+            return self._pieces
+
     def _submit(self, job: Job, work: Work, failed: Callable[[Status], None] | None = None) -> None:
         def run() -> None:
-            error = job.run(work)
-            if error is not None and failed is not None:
-                failed(error)
+            try:
+                error = job.run(work)
+                if error is not None and failed is not None:
+                    failed(error)
+            finally:
+                with self._lock:
+                    self._pieces -= 1
 
+        with self._lock:
+            self._pieces += 1
         self._threads.submit(run)
 
 

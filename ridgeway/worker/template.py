@@ -206,8 +206,7 @@ class Template:
         try:
             processes.die_with_parent(self._pid)
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(self._log_descriptor, 1)
             os.dup2(self._log_descriptor, 2)
             # Closed as objects first: one collected later would close a number that is somebody else's.
@@ -295,8 +294,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     processes.die_with_parent(arguments.parent_pid)
     processes.never_fail_at_output()
-    # The agent decides; a Ctrl-C in its terminal reaches the whole process group.
+    # The agent decides, here and in the children: a Ctrl-C in its terminal reaches the whole process group, and some
+    # schedulers send SIGTERM to every process of a job.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=arguments.control_descriptor)
 
     os.environ["JAX_PLATFORMS"] = "cpu"

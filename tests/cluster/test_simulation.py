@@ -11,12 +11,15 @@ import pytest
 import virtual_time
 from histories import run_history
 from machine_histories import run_machine_history
+from simulated_executor import SimulatedExecutor
 from simulated_network import SimulationFailure, World
 from simulated_xla import Call, XlaWorld
 
 from ridgeway.cluster.generations import Generations
 from ridgeway.cluster.membership import Membership
+from ridgeway.cluster.suspension import Suspensions
 from ridgeway.proxy.arrays import Array
+from ridgeway.proxy.suspension_gate import SuspensionGate
 
 CHUNKS = 60
 HISTORIES = 20
@@ -104,6 +107,25 @@ def test_collectives_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(XlaWorld, "call", confused)
     assert "against each other" in _first_failure(10)
     assert swapped
+
+
+def test_requests_that_do_not_wait_for_a_suspended_host_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SuspensionGate, "admit", lambda self, touched, work: work())
+    assert "history broken." in _first_failure(100)
+
+
+def test_a_replacement_without_the_state_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forgetful(self: SimulatedExecutor, request: int, *fields: object, attached: object) -> None:
+        self.send(["reply", request])
+
+    monkeypatch.setattr(SimulatedExecutor, "_order_restore", forgetful)
+    assert "buffer group" in _first_failure(100)
+
+
+def test_a_suspension_without_an_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Suspensions, "overdue", lambda self, now: [])
+    monkeypatch.setattr(SimulatedExecutor, "_order_restore", lambda self, *fields, attached: None)
+    assert "operations wait" in _first_failure(100)
 
 
 def test_a_deadlock_is_noticed() -> None:

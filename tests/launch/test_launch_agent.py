@@ -116,11 +116,12 @@ def test_a_child_is_given_what_it_needs_and_no_secret_shows_outside() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("how", ["stop", "SIGTERM", "SIGKILL", "link closed", "head silent"])
+@pytest.mark.parametrize("how", ["stop", "SIGINT", "SIGTERM", "SIGKILL", "link closed", "head silent"])
 def test_nothing_outlives_the_agent(how: str) -> None:
     async def test() -> None:
         settings = Settings(heartbeat_interval_seconds=0.1, heartbeat_timeout_seconds=0.6)
-        async with FixtureHead(settings) as head, AgentUnderTest(head.port) as worker:
+        place = ("--slice", "0", "--host", "0")
+        async with FixtureHead(settings) as head, AgentUnderTest(head.port, *place) as worker:
             agent = await head.next_agent()
             agent.link.send(["start_executor", 1])
             agent.link.send(["start_compiler", 2])
@@ -130,9 +131,17 @@ def test_nothing_outlives_the_agent(how: str) -> None:
             if how == "stop":
                 agent.link.send(["stop", "the test is over"])
                 expected, words = 0, "stopped by the head: the test is over"
+            elif how == "SIGINT":
+                os.kill(worker.pid, signal.SIGINT)
+                expected, words = 0, "SIGINT"
             elif how == "SIGTERM":
-                os.kill(worker.pid, signal.SIGTERM)
-                expected, words = 0, "SIGTERM"
+                # To all of them, as some schedulers do it: only the agent heeds it, and leaves when the head says so.
+                for pid in (worker.pid, *(process.pid for process in processes)):
+                    os.kill(pid, signal.SIGTERM)
+                assert await agent.next("preempted") == ["preempted", 30.0, "SIGTERM"]
+                assert all(process.is_running() for process in processes)
+                agent.link.send(["stop", "its state is saved"])
+                expected, words = 0, "stopped by the head: its state is saved"
             elif how == "SIGKILL":
                 os.kill(worker.pid, signal.SIGKILL)
                 expected, words = -signal.SIGKILL, ""

@@ -186,6 +186,49 @@ def test_being_stopped_oneself_is_not_the_heads_silence():
     assert at == 64.0
 
 
+def test_the_head_is_told_of_a_preemption_and_says_when_to_go():
+    agent = joined(preemption_notice_seconds=20.0)
+    effects = agent.handle(core.PreemptionAnnounced("SIGTERM"), 1.0)
+    assert [e for e in effects if isinstance(e, core.Send)] == [core.Send(["preempted", 20.0, "SIGTERM"])]
+    # Again, as some schedulers do: nothing new.
+    assert kinds(agent.handle(core.PreemptionAnnounced("SIGTERM"), 2.0)) == []
+    assert "Exit" not in kinds(agent.handle(core.Tick(), 3.0))
+    effects = agent.handle(core.MessageReceived(["stop", "preempted; its state is saved"]), 4.0)
+    assert effects[-1] == core.Exit(core.EXIT_STOPPED)
+
+
+def test_it_goes_when_the_notice_is_over_whatever_the_head_says():
+    agent = joined(preemption_notice_seconds=5.0, heartbeat_timeout_seconds=100.0)
+    agent.handle(core.PreemptionAnnounced("SIGTERM"), 1.0)
+    assert "Exit" not in kinds(agent.handle(core.Tick(), 5.9))
+    assert agent.handle(core.Tick(), 6.0)[-1] == core.Exit(core.EXIT_STOPPED)
+
+
+def test_it_does_not_wait_for_another_head_when_it_is_preempted():
+    agent = joined(orphan_policy="wait")
+    agent.handle(core.PreemptionAnnounced("SIGTERM"), 1.0)
+    assert agent.handle(core.LinkLost("closed"), 2.0)[-1] == core.Exit(core.EXIT_STOPPED)
+
+
+def test_without_a_head_or_a_place_there_is_nothing_to_save():
+    agent = make()
+    agent.handle(core.Started(), 0.0)
+    assert agent.handle(core.PreemptionAnnounced("SIGTERM"), 1.0)[-1] == core.Exit(core.EXIT_STOPPED)
+
+
+def test_an_interrupt_ends_it_at_once():
+    effects = joined().handle(core.StopRequested("SIGINT"), 1.0)
+    assert effects[-1] == core.Exit(core.EXIT_STOPPED)
+
+
+def test_a_delivered_sigterm_goes_to_the_agent_alone():
+    agent = joined()
+    agent.handle(core.MessageReceived(["start_executor", 1]), 1.0)
+    agent.handle(core.Forked("executor", 1, 77), 1.0)
+    effects = agent.handle(core.MessageReceived(["deliver_signal", "worker", int(signal.SIGTERM)]), 2.0)
+    assert [e for e in effects if not isinstance(e, core.Say)] == [core.SignalSelf(signal.SIGTERM)]
+
+
 @pytest.mark.parametrize("message", [["assign"], ["start_executor", "x"], ["deliver_signal", "moon", 9], ["?"]])
 def test_nonsense_of_the_head_is_ignored_and_said(message):
     effects = joined().handle(core.MessageReceived(message), 1.0)

@@ -12,6 +12,7 @@ from ridgeway.launch.supervision import (
     GiveUp,
     HostJoining,
     HostLost,
+    HostPreempted,
     HostReady,
     KillWorker,
     Options,
@@ -209,6 +210,42 @@ def test_the_budget_is_per_slice_and_then_the_slice_is_given_up():
     assert len(cluster.at((1, 0))) == 1
     cluster.exit(cluster.at((1, 0))[0], KILLED)
     assert len(cluster.at((1, 0))) == 1
+
+
+def preempt(cluster, slot):
+    [launch_id] = cluster.at(slot)
+    cluster.event(HostPreempted(*slot, cluster.incarnations[launch_id], 30.0))
+    return launch_id
+
+
+def test_preemptions_are_not_paid_from_the_budget_for_crashes():
+    cluster = Cluster(max_slice_restarts=0, max_preemptions=2)
+    for _ in range(2):
+        cluster.join_all()
+        cluster.exit(preempt(cluster, (0, 0)), 0)
+    cluster.join_all()
+    assert cluster.new(GiveUp) == []
+    assert cluster.policy.preemptions == [2, 0] and cluster.policy.restarts == [0, 0]
+    # However it ends: that end was announced.
+    cluster.exit(preempt(cluster, (1, 0)), KILLED)
+    cluster.join_all()
+    assert cluster.new(GiveUp) == []
+    cluster.exit(preempt(cluster, (0, 0)), 0)
+    [give_up] = cluster.new(GiveUp)
+    assert give_up.slice == 0 and "max_preemptions 2" in give_up.reason
+    cluster.exit(cluster.at((1, 0))[0], KILLED)
+    [give_up] = cluster.new(GiveUp)
+    assert give_up.slice == 1 and "max_slice_restarts 0" in give_up.reason
+
+
+def test_a_preempted_worker_that_stays_is_killed_when_the_notice_is_over():
+    cluster = Cluster()
+    cluster.join_all()
+    launch_id = preempt(cluster, (0, 0))
+    cluster.advance(29.0)
+    assert launch_id in cluster.running
+    cluster.advance(5.0)
+    assert launch_id not in cluster.running
 
 
 def test_zero_restarts_means_none_and_no_limit_means_none():

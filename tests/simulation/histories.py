@@ -27,6 +27,8 @@ SETTINGS = Settings(
     probe_hold_seconds=2.0,
     transfer_timeout_seconds=2.0,
     compile_timeout_seconds=20.0,
+    preemption_notice_seconds=6.0,
+    suspend_timeout_seconds=20.0,
 )
 """Proportions like those of the defaults, in a world that is about five times as fast."""
 
@@ -152,18 +154,19 @@ class _History:
         cluster = SimulatedCluster(world, topology, settings, options, standbys)
         who = "a scheduler" if scheduled else "a supervisor"
         world.say(f"a cluster of {topology} with {standbys} standbys and {who}, {count} faults")
-        if count:
+        only_preemptions = count > 0 and chance.random() < 0.2
+        if count and not only_preemptions:
             cluster.hole_probability = chance.choice((0.0, 0.0, 0.2))
             cluster.worn_probability = chance.choice((0.0, 0.5))
             cluster.crash_probability = chance.choice((0.0, 0.0, 0.1))
         clients = _Clients(cluster)
         for _ in range(chance.choice((1, 1, 2))):
             clients.start()
-        await Faults(cluster, clients.replace_one, clients.replace_all).run(count)
+        await Faults(cluster, clients.replace_one, clients.replace_all).run(count, only_preemptions)
         world.say("no more faults")
         cluster.quiet_since = world.now
         await self._until_well(world, cluster, clients)
-        if count == 0:
+        if count == 0 or only_preemptions:
             self._check_untouched(world, cluster, clients.running)
         clients.stop()
         await self._until_empty(world, cluster, clients)
@@ -197,7 +200,8 @@ class _History:
                 world.violation(f"{controller.name} has waited {ANSWER_BOUND_SECONDS} s for {what}")
 
     def _check_untouched(self, world: World, cluster: SimulatedCluster, controllers: list[Controller]) -> None:
-        """Without a fault there is neither a loss nor an error, but for what was asked before the hosts had joined."""
+        """Without a fault there is neither a loss nor an error, but for what was asked before the hosts had joined; and
+        an announced preemption is no fault."""
         bad = {k: n for k, n in cluster.counts.items() if k in ("host_lost", "generation_aborted", "executor_recycled")}
         if bad:
             world.violation(f"nothing was done to the cluster, but: {bad}")

@@ -6,6 +6,7 @@ from ridgeway.cluster import generations as generation_machine
 from ridgeway.cluster import membership as membership_machine
 from ridgeway.cluster.generations import Generations
 from ridgeway.cluster.membership import HostState, Limits, Loss, Membership
+from ridgeway.cluster.suspension import Phase
 from ridgeway.cluster.topology import Topology
 
 LIMITS = Limits(
@@ -13,6 +14,7 @@ LIMITS = Limits(
     suspect_after_seconds=2.0,
     executor_start_timeout_seconds=8.0,
     progress_deadline_seconds=12.0,
+    suspend_timeout_seconds=20.0,
 )
 DRAIN_SECONDS = 1.0
 EVENTS = 80
@@ -50,9 +52,14 @@ class _MachineHistory:
         self._active: dict[int, int] = {}
         """slot -> executor, as the effects say"""
         self._ever_active: set[int] = set()
+        self._suspended: dict[int, int] = {}
+        """slot -> executor whose state is saved"""
+        self._lost: set[int] = set()
         self._attached: dict[int, set[int]] = {}
         """generation -> members that have not left it"""
         self._aborted: set[int] = set()
+        self._dissolved: dict[int, set[int]] = {}
+        """generation -> members that were ordered to leave it while it stood"""
         self._retired: set[int] = set()
 
     # ---- effects
@@ -70,11 +77,35 @@ class _MachineHistory:
                     self._ever_active.add(number)
                     self._generations.add(number)
                 case membership_machine.LoseExecutor(number, slot, loss):
-                    assert self._active.pop(slot) == number, f"executor {number} was lost but did not own slot {slot}"
+                    owner = self._active.pop(slot, None) or self._suspended.pop(slot)
+                    assert owner == number, f"executor {number} was lost but did not own slot {slot}"
+                    assert number not in self._lost, f"executor {number} was lost twice"
+                    self._lost.add(number)
                     assert loss.description
                     for members in self._attached.values():
                         members.discard(number)
                     self._follow(self._generations.lost(self._now, number, loss.description))
+                case membership_machine.SuspendExecutor(number, slot, _):
+                    assert self._active[slot] == number
+                    self._follow(self._generations.dissolve(number))
+                    assert self._generations.generation_of(number) is None
+                case membership_machine.SuspendedExecutor(number, slot):
+                    assert self._active.pop(slot) == number
+                    self._suspended[slot] = number
+                    for members in self._attached.values():
+                        members.discard(number)
+                case membership_machine.RestoreExecutor(number, slot):
+                    assert slot in self._suspended and slot not in self._active
+                    assert number not in self._ever_active
+                case membership_machine.ResumeExecutor(owner, number, slot):
+                    assert self._suspended.pop(slot) == owner
+                    assert owner not in self._lost, f"executor {owner} was lost and came back"
+                    assert number not in self._ever_active, f"executor {number} came back"
+                    self._active[slot] = number
+                    self._ever_active.add(number)
+                    self._generations.add(number)
+                case membership_machine.ReleaseAgent(agent, _):
+                    self._agents.remove(agent)
         self._check()
 
     def _follow(self, effects: list[generation_machine.Effect]) -> None:
@@ -90,9 +121,14 @@ class _MachineHistory:
                     assert cause
                     assert set(leaving) <= set(members) <= self._attached[number]
                     self._aborted.add(number)
+                case generation_machine.Leave(number, members):
+                    assert number not in self._aborted
+                    assert set(members) <= self._attached[number]
+                    self._dissolved.setdefault(number, set()).update(members)
                 case generation_machine.Ready(number, members):
                     assert number not in self._aborted, f"generation {number} was aborted and became ready"
-                    assert set(members) <= set(self._active.values())
+                    known = set(self._active.values()) | self._dissolved.get(number, set())
+                    assert set(members) <= known
                 case generation_machine.Retire(number):
                     assert number not in self._retired, f"generation {number} was retired twice"
                     assert not self._attached[number], f"generation {number} was retired with members in it"
@@ -121,7 +157,7 @@ class _MachineHistory:
         chance = self._chance
         membership, generations = self._membership, self._generations
         self._now += chance.choice((0.0, 0.01, 0.1, 0.5, 1.0))
-        match chance.randrange(18):
+        match chance.randrange(22):
             case 0 | 1:
                 self._join(chance.choice((None, *range(self._topology.slots))), chance.random() < 0.3)
             case 2 | 3 | 4 if self._executors:
@@ -141,9 +177,9 @@ class _MachineHistory:
             case 9:
                 self._apply(membership.tick(self._now))
                 self._follow(generations.tick(self._now, DRAIN_SECONDS, {}))
-            case 10 | 11 if self._active:
-                count = chance.randint(1, len(self._active))
-                wanted = chance.sample(list(self._active.values()), count)
+            case 10 | 11 if usable := self._usable():
+                count = chance.randint(1, len(usable))
+                wanted = chance.sample(usable, count)
                 self._follow(generations.need(wanted))
                 if count > 1:
                     assert len({generations.current[executor] for executor in wanted}) == 1
@@ -151,6 +187,14 @@ class _MachineHistory:
                 self._enter_or_leave(everybody=False)
             case 14 if self._attached:
                 self._follow(generations.failed(self._now, chance.choice(list(self._attached)), "it broke"))
+            case 20:
+                slot = chance.randrange(self._topology.slots)
+                self._apply(membership.preempt(self._now, slot, chance.choice((0.0, 1.0, 10.0)), "asked"))
+            case 18 | 21 if self._executors:
+                self._save_or_restore(chance.choice(self._executors[-6:])[1], chance.random() < 0.2)
+            case 19 if chance.random() < 0.2:
+                index = chance.randrange(self._topology.slices)
+                self._apply(membership.abandon_suspended(self._now, index, "nobody comes"))
             case 15:
                 self._now += 3.0
                 membership.forgive(3.0)
@@ -175,6 +219,10 @@ class _MachineHistory:
         assert not (stale and effects), f"something stale was obeyed: {effects}"
         self._apply(effects)
 
+    def _usable(self) -> list[int]:
+        """Executors that get orders: what is suspended is left alone."""
+        return [number for slot, number in self._active.items() if slot not in self._membership.suspensions]
+
     def _join(self, slot: int | None, standby: bool) -> None:
         number = self._membership.new_number()
         effects = self._membership.agent_joined(self._now, number, None if standby else slot, standby)
@@ -190,6 +238,21 @@ class _MachineHistory:
         refused = len(effects) == 1 and isinstance(effects[0], membership_machine.Refuse)
         assert refused == (not ordered or again), f"executor {executor} of agent {agent}: {effects}"
         self._apply(effects)
+
+    def _save_or_restore(self, executor: int, fails: bool) -> None:
+        """An executor is done with what it perhaps was ordered; one that saves has left its generation before."""
+        membership = self._membership
+        if self._membership.suspensions.of_owner(executor) is not None:
+            for number in [n for n, members in self._attached.items() if executor in members]:
+                self._dissolved.get(number, set()).discard(executor)
+                self._attached[number].discard(executor)
+                self._follow(self._generations.left(executor, number))
+        if fails:
+            self._apply(membership.save_failed(self._now, executor, "no space"))
+            self._apply(membership.restore_failed(self._now, executor, "damaged"))
+        else:
+            self._apply(membership.state_saved(self._now, executor, 10, {}))
+            self._apply(membership.state_restored(self._now, executor))
 
     def _everybody_speaks(self, probability: float) -> None:
         for number in self._agents:
@@ -211,7 +274,9 @@ class _MachineHistory:
                     continue
                 for earlier in range(1, number):
                     self._attached.get(earlier, set()).discard(executor)
-                if number in self._aborted:
+                dissolved = executor in self._dissolved.get(number, set())
+                if number in self._aborted or (dissolved and (everybody or self._chance.random() < 0.5)):
+                    self._dissolved.get(number, set()).discard(executor)
                     self._attached[number].discard(executor)
                     self._follow(self._generations.left(executor, number))
                 else:
@@ -223,11 +288,17 @@ class _MachineHistory:
         """Liveness: with hosts for all slots, and all of them well, everything comes up and is left in time."""
         self._now += 1.0
         for slot in range(self._topology.slots):
+            if self._membership.suspensions.phase(slot) is Phase.SAVING:
+                self._save_or_restore(self._active[slot], False)
+        for slot in range(self._topology.slots):
             if self._membership.slots[slot] is None:
                 self._join(slot, False)
         for agent in list(self._membership.agents.values()):
             if agent.executor is not None and not agent.executor.connected:
                 self._connect(agent.number, agent.executor.number)
+        for _, executor in list(self._executors):
+            self._save_or_restore(executor, False)
+        assert not self._suspended
         self._everybody_speaks(1.0)
         assert all(self._membership.slice_is_up(index) for index in range(self._topology.slices))
         everybody = list(self._active.values())
@@ -245,7 +316,10 @@ class _MachineHistory:
         """Nothing is left behind."""
         for number in list(self._agents):
             self._apply(self._membership.agent_closed(self._now, number, "the end"))
+        self._now += LIMITS.suspend_timeout_seconds
+        self._apply(self._membership.tick(self._now))
         assert self._active == {}
+        assert self._suspended == {}
         assert self._membership.executors == {}
         assert self._generations.generations == {}
         assert self._generations.current == {}

@@ -24,6 +24,8 @@ class BufferHolder(Process):
         self.connection: Connection | None = None
         self.promises: dict[int, Promise] = {}
         self.lost_peers: dict[int, Status] = {}
+        self.pushing = 0
+        """shards that are on their way to other executors"""
         self.store: dict[int, dict[int, Shard]] = {}
         self.runtime = Runtime(0, [0], per_host, 0, None)
         self.waiters = Waiters()
@@ -174,6 +176,7 @@ class BufferHolder(Process):
     def _push(self, value: int | Status, targets: list[Any]) -> None:
         for token, _, port, executor, _ in targets:
             delay = self.world.random.uniform(0.001, 0.02)
+            self.pushing += 1
             self.after(delay, self._deliver, value, token, port, executor, self.world.now)
 
     def _deliver(self, value: int | Status, token: int, port: int, executor: int, since: float) -> None:
@@ -183,12 +186,15 @@ class BufferHolder(Process):
             and not self.world.can_reach(self.machine, target.machine)
             and self.world.random.random() < 0.1
         ):
+            self.pushing -= 1
             return  # swallowed by the network, and nobody is told
         if target is not None and target.alive and self.world.can_reach(self.machine, target.machine):
+            self.pushing -= 1
             target.run(target.resolve_promise, token, value)
         elif target is not None and target.alive and self.world.now - since < self.settings.transfer_timeout_seconds:
             self.after(0.05, self._deliver, value, token, port, executor, since)
         else:
+            self.pushing -= 1
             failed = statuses.data_loss(f"bytes could not be sent to 10.0.0.1:{port}")
             self.send(["transfer_failed", token, int(failed.code), failed.message, executor])
 

@@ -19,6 +19,7 @@ from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.dispatch import HostPart
 from ridgeway.proxy.executables import CompiledProgram, Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
+from ridgeway.proxy.suspension_gate import SuspensionGate
 
 KIND_S64 = 5
 THINKING_SECONDS = (0.0, 0.4)
@@ -88,6 +89,11 @@ class Controller:
         self._operations = itertools.count(1)
         self._handles = itertools.count(1)
         self.buffers = HostBufferStore(1 << 20, 60.0)
+        suspender = cluster.manager.suspender
+        self.gate = SuspensionGate(suspender, 0, cluster.settings.pending_order_limit, cluster.emit)
+        suspender.on_change.append(self.gate.reopen)
+        self._held: set[int] = set()
+        """operations that wait at the gate, or have not come there"""
         topology = cluster.manager.topology
         self._devices_of = {
             index: tuple(
@@ -106,7 +112,19 @@ class Controller:
 
     # ---- operations
 
-    def _begin(self, what: str, begin: Callable[[Callable[..., None]], None]) -> Awaitable[bytes]:
+    def _request(self, devices: Sequence[int], function: Callable[..., None], *arguments: Any) -> None:
+        """What a session does with a request that makes orders for ``devices``."""
+        slot_of = self.cluster.manager.topology.slot_of_device
+
+        def arrived() -> None:
+            if not self.closed:
+                self.gate.admit(lambda: {slot_of(d) for d in devices}, lambda: function(*arguments))
+
+        self.cluster.process.run(arrived)
+
+    def _begin(
+        self, what: str, devices: Sequence[int], begin: Callable[[Callable[..., None]], None]
+    ) -> Awaitable[bytes]:
         """Begin an operation now; awaiting the result gives its answer or raises `Failed`."""
         number = next(self._operations)
         answered: asyncio.Future[tuple[Status | None, bytes]] = self.world.loop.create_future()
@@ -120,7 +138,13 @@ class Controller:
                 answered.set_result((error, data))
 
         self.waiting[number] = (self.world.now, what)
-        self.cluster.process.run(begin, done)
+        self._held.add(number)  # at the gate, or on its way there
+
+        def passed() -> None:
+            self._held.discard(number)
+            begin(done)
+
+        self._request(devices, passed)
 
         async def answer() -> bytes:
             error, data = await answered
@@ -166,7 +190,7 @@ class Controller:
         for part in parts:
             if part.handle not in late:
                 self.buffers.put(part.handle, data)
-        self.cluster.process.run(self.cluster.dispatcher.put, array, parts, self.buffers)
+        self._request(devices, self.cluster.dispatcher.put, array, parts, self.buffers)
         for handle in late:
             delay = self.world.random.uniform(0.0, 0.01)
             self.world.loop.call_later(delay, self.cluster.process.run, self.buffers.put, handle, data)
@@ -181,9 +205,12 @@ class Controller:
         if self.abandoned:
             return
         for value in values:
-            if value.array in self.arrays:
-                del self.arrays[value.array]
-                self.cluster.process.run(value.array.release)
+            self._request((), self._release, value.array)
+
+    def _release(self, array: Array) -> None:
+        if array in self.arrays:
+            del self.arrays[array]
+            array.release()
 
     def execute(self, program: Executable, arguments: list[Value], tell: bool = False) -> tuple[list[Value], Any]:
         """Start a program; its results, and the wait for its end if ``tell``."""
@@ -192,22 +219,26 @@ class Controller:
         arrays = [argument.array for argument in arguments]
         execute = self.cluster.dispatcher.execute
         if not tell:
-            self.cluster.process.run(execute, program, arrays, results, (), None)
+            self._request(program.devices, execute, program, arrays, results, (), None)
             return [Value(result, expected) for result in results], None
-        wait = self._begin(f"executing {program.name}", lambda done: execute(program, arrays, results, (), done))
+        wait = self._begin(
+            f"executing {program.name}", program.devices, lambda done: execute(program, arrays, results, (), done)
+        )
         return [Value(result, expected) for result in results], wait
 
     def copy(self, source: Value, devices: tuple[int, ...]) -> Value:
         """Copy shard by shard to other devices."""
         target = self._keep(Array(KIND_S64, (), executable("copy", devices, 1).outputs[0][2]))
-        self.cluster.process.run(self.cluster.dispatcher.copy, source.array, target, False)
+        touched = (*source.array.devices, *devices)
+        self._request(touched, self.cluster.dispatcher.copy, source.array, target, False)
         return Value(target, source.expected)
 
     async def ready(self, what: str, *values: Value) -> None:
         """Wait until arrays are computed."""
         lost = {number for value in values for number in self._lost_before(value)}
         arrays = [value.array for value in values]
-        await self._begin(f"{what} ready", lambda done: self.cluster.dispatcher.ready(arrays, done))
+        devices = [device for array in arrays for device in array.devices]
+        await self._begin(f"{what} ready", devices, lambda done: self.cluster.dispatcher.ready(arrays, done))
         if lost:
             self.world.violation(
                 f"{self.name}: {what} was ready although executors {sorted(lost)} with parts were lost"
@@ -216,7 +247,8 @@ class Controller:
     async def fetch(self, what: str, value: Value) -> None:
         """Read an array and compare."""
         lost = self._lost_before(value)
-        data = await self._begin(what, lambda done: self.cluster.dispatcher.fetch(value.array, None, done))
+        array = value.array
+        data = await self._begin(what, array.devices, lambda done: self.cluster.dispatcher.fetch(array, None, done))
         if lost:
             self.world.violation(f"{self.name}: {what} was read although executors {lost} with parts of it were lost")
         if int.from_bytes(data, "little") != value.expected:
@@ -306,7 +338,13 @@ class Controller:
     def close(self) -> None:
         """The client goes away: everything it held is freed."""
         self.closed = True
-        self.drop(*[Value(array, 0) for array in list(self.arrays)])
+        self.gate.close()
+        self.cluster.manager.suspender.on_change.remove(self.gate.reopen)
+        for number in self._held:
+            del self.waiting[number]  # nobody will answer what was never asked
+        self._held.clear()
+        for array in list(self.arrays):
+            self.cluster.process.run(self._release, array)
         for program in self._executables:
             self.cluster.programs.release(program)
         self._executables = []

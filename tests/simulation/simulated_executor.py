@@ -14,6 +14,7 @@ from ridgeway.settings import Settings
 
 ORDER_SECONDS = 0.0003
 WORK_SECONDS = 0.003
+SAVE_SECONDS = (0.01, 0.3)
 
 
 class SimulatedExecutor(BufferHolder):
@@ -242,6 +243,48 @@ class SimulatedExecutor(BufferHolder):
         self.waiters = Waiters()
         if (cancelled := self.cancelled.get(generation)) is not None:
             self._abort_runtime(self.runtime, cancelled)
+        self.send(["reply", request])
+
+    # ---- orders: preemption
+
+    async def _order_suspend(
+        self, request: int, scratch: str, path: str, slot: int, notice_seconds: float, attached: list[bytes]
+    ) -> None:
+        deadline = self.world.now + notice_seconds
+        await self._leave()
+        while self.waiters.tasks or any(p.claimed for p in self.promises.values()) or self.pushing or self._promised():
+            if self.world.now > deadline:
+                error = statuses.data_loss("the notice was over before everything had ended")
+                self._reply_error(request, error, self.runtime)
+                return
+            await self._pause(0.0)
+            await asyncio.sleep(0.005)
+        state: dict[int, dict[int, int | Status]] = {}
+        for number, group in self.store.items():
+            state[number] = {}
+            for device, shard in group.items():
+                value = shard.value if isinstance(shard, Pending) else shard
+                assert value is not None
+                state[number][device] = self.describe(value, self.runtime) if isinstance(value, Status) else value
+        await self._pause(0.0)
+        await asyncio.sleep(self.world.random.uniform(*SAVE_SECONDS) * self.machine.slowness)
+        await self._pause(0.0)
+        self.cluster.scratch[path] = state
+        self.send(["reply", request, path, len(state), {}])
+
+    def _promised(self) -> bool:
+        shards = (shard for group in self.store.values() for shard in group.values())
+        return any(isinstance(shard, Pending) and shard.value is None for shard in shards)
+
+    async def _order_restore(
+        self, request: int, path: str, slot: int, mark: str, answered: int, attached: list[bytes]
+    ) -> None:
+        await asyncio.sleep(self.world.random.uniform(*SAVE_SECONDS) * self.machine.slowness)
+        await self._pause(0.0)
+        if self.store:
+            self.world.violation(f"{self.name} holds groups {sorted(self.store)} and was told to restore others")
+        for number, group in self.cluster.scratch[path].items():
+            self.store[number] = dict(group)
         self.send(["reply", request])
 
     # ---- orders: programs

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from simulated_head import SimulatedCluster
 from simulated_worker import SimulatedAgent, SimulatedCompiler
 
+from ridgeway.worker.agent_events import PreemptionAnnounced
+
 FAULTS_SECONDS = 2.5
 """Faults begin within so many seconds..."""
 FAULT_LENGTH_SECONDS = 2.5
@@ -22,6 +24,12 @@ class Faults:
         self._replace_all_clients = replace_all_clients
         self._world = cluster.world
         self._over_at = 0.0
+        self.preemptions: dict[str, Callable[[float], None]] = {
+            "preempt worker": self._preempt_worker,
+            "preempt slice": self._preempt_slice,
+            "preempt all": self._preempt_all,
+        }
+        """Faults that nobody may notice but by a pause."""
         self._kinds: dict[str, Callable[[float], None]] = {
             "kill executor": self._kill_executor,
             "kill agent": self._kill_agent,
@@ -40,13 +48,15 @@ class Faults:
             "no services": self._no_services,
             "stop head": self._stop_head,
             "client goes away": lambda seconds: replace_client(),
+            **self.preemptions,
+            "preempt too late": self._preempt_too_late,
         }
         self._choices = list(self._kinds)
         if cluster.can_lose_its_head:
             self._kinds["kill head"] = self._kill_head
             self._choices += ["kill head"] * 3
 
-    async def run(self, count: int) -> None:
+    async def run(self, count: int, only_preemptions: bool = False) -> None:
         """Do ``count`` faults; returns when none has an effect any more that would not pass by itself."""
         random = self._world.random
         # Several within a moment are as likely as one after the other.
@@ -54,9 +64,10 @@ class Faults:
         times = sorted(random.choice(moments) + random.uniform(0.0, 0.1) for _ in range(count))
         for time in times:
             await asyncio.sleep(max(0.0, time - self._world.now))
-            kind = random.choice(self._choices)
+            kinds = self.preemptions if only_preemptions else self._kinds
+            kind = random.choice(list(self.preemptions) if only_preemptions else self._choices)
             self._world.say(f"FAULT {kind}")
-            self._kinds[kind](random.uniform(0.05, FAULT_LENGTH_SECONDS))
+            kinds[kind](random.uniform(0.05, FAULT_LENGTH_SECONDS))
         await asyncio.sleep(max(0.0, self._over_at - self._world.now))
 
     def _agent(self) -> SimulatedAgent | None:
@@ -72,6 +83,38 @@ class Faults:
     def _later(self, seconds: float, function: Callable[[], None]) -> None:
         self._over_at = max(self._over_at, self._world.now + seconds)
         self._world.loop.call_later(seconds, function)
+
+    # ---- preemptions
+
+    def _preempt_worker(self, seconds: float) -> None:
+        agent = self._agent()
+        # One that has no place, or does not know of it yet, just ends.
+        if agent is not None and agent.core.agent is not None and agent.core.slice is not None:
+            agent.run(agent.handle, PreemptionAnnounced("SIGTERM"))
+
+    def _preempt_slice(self, seconds: float) -> None:
+        index = self._world.random.randrange(self._cluster.manager.topology.slices)
+        self._preempt(list(self._cluster.manager.topology.slots_of_slice(index)), seconds)
+
+    def _preempt_all(self, seconds: float) -> None:
+        self._preempt(list(range(self._cluster.manager.topology.slots)), seconds)
+
+    def _preempt(self, slots: list[int], seconds: float) -> None:
+        notice = self._cluster.settings.preemption_notice_seconds
+        for slot in slots:
+            delay = self._world.random.choice((0.0, 0.0, seconds))
+            self._later(
+                delay, lambda slot=slot: self._cluster.process.run(self._cluster.manager.preempt, slot, notice, "asked")
+            )
+
+    def _preempt_too_late(self, seconds: float) -> None:
+        agent = self._agent()
+        slot = None if agent is None or agent.core.slice is None else (agent.core.slice, agent.core.host or 0)
+        if agent is not None and slot is not None:
+            self._touch(agent, "it was preempted at short notice")
+            preempt = self._cluster.manager.preempt
+            where = self._cluster.manager.topology.slot_of(*slot)
+            self._cluster.process.run(preempt, where, seconds / 20, "asked")
 
     # ---- deaths
 

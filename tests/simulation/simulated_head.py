@@ -62,6 +62,11 @@ class CheckedManager(ResourceManager):
         membership = self.membership
         membership.check_invariants()
         owners = {slot: link.number for slot, link in enumerate(self.slots) if link is not None}
+        for slot in list(owners):
+            if slot not in membership.active and slot in membership.suspensions:
+                del owners[slot]
+        if set(self.suspender.slots) != set(membership.suspensions.slots):
+            self.world.violation(f"{list(self.suspender.slots)} are suspended, or {membership.suspensions.slots}")
         self.generations.check_invariants(owners.values())
         if owners != membership.active:
             self.world.violation(f"slots are owned by {owners}, membership says {membership.active}")
@@ -85,6 +90,8 @@ class SimulatedCluster:
         self.settings = settings
         self._topology = topology
         self.executors: dict[int, SimulatedExecutor] = {}
+        self.scratch: dict[str, dict[int, Any]] = {}
+        """what preempted executors saved, by path"""
         self.agents: dict[str, SimulatedAgent] = {}
         self.hole_probability = 0.0
         self.worn_probability = 0.0
@@ -130,7 +137,8 @@ class SimulatedCluster:
                 self.emit(kind, **fields)
 
         self.manager = CheckedManager(
-            self._topology, settings, emit, self.rendezvous, "10.0.0.1", clock=lambda: world.now
+            self._topology, settings, emit, self.rendezvous, "10.0.0.1", clock=lambda: world.now,
+            scratch_folder="/scratch",
         )  # type: ignore[arg-type]
         self.manager.world = world
         self.manager.on_loss.append(lambda link: self.lost_at.setdefault(link.number, world.now))
@@ -314,7 +322,8 @@ class SimulatedCluster:
 _TOLD = {
     "host_joining", "host_ready", "host_lost", "host_suspect", "slice_ready", "slice_lost", "generation_started",
     "generation_ready", "generation_aborted", "executor_recycled", "probe_held", "probe_answered", "connection_refused",
-    "standby_ready", "standby_lost", "compiler_lost",
+    "standby_ready", "standby_lost", "compiler_lost", "preemption_announced", "host_suspended", "host_resumed",
+    "generation_dissolved", "session_held", "session_released",
 }  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def test_without_losses_it_says_so() -> None:
         "schema": SCHEMA,
         "recoveries": [],
         "goodput": [],
+        "suspensions": [],
         "summary": {
             "count": 0, "median_seconds": None, "max_seconds": None, "undisturbed": 0, "repaired": 0,
             "session_ended": 0, "unfinished": 0, "phases": {},
