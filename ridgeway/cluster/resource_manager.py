@@ -276,6 +276,7 @@ class ResourceManager:
                         loss = membership_machine.Loss(False, description)
                         self.apply(self.membership.recycle_executor(self.clock(), number, loss))
                 case generation_machine.Retire(generation):
+                    self._generation_started.pop(generation, None)
                     port = self._services.pop(generation, None)
                     if port is not None:
                         self._rendezvous.close_service(port)

@@ -127,8 +127,8 @@ class _MachineHistory:
                     self._dissolved.setdefault(number, set()).update(members)
                 case generation_machine.Ready(number, members):
                     assert number not in self._aborted, f"generation {number} was aborted and became ready"
-                    known = set(self._active.values()) | self._dissolved.get(number, set())
-                    assert set(members) <= known
+                    assert number not in self._dissolved, f"generation {number} was dissolved and became ready"
+                    assert set(members) <= set(self._active.values())
                 case generation_machine.Retire(number):
                     assert number not in self._retired, f"generation {number} was retired twice"
                     assert not self._attached[number], f"generation {number} was retired with members in it"
