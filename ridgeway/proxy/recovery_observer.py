@@ -100,7 +100,7 @@ class RecoveryObserver:
     def on_event(self, event: Mapping[str, Any]) -> None:
         """What the event log says of slices and of compiled programs."""
         match event["kind"]:
-            case "slice_lost":
+            case "slice_lost" | "preemption_announced":
                 self._slices_down.add(event["slice"])
             case "slice_ready":
                 self._slices_down.discard(event["slice"])

@@ -92,7 +92,9 @@ def test_training_goes_on_as_if_nothing_had_happened(cluster: Cluster, controlle
     assert controller.finish() == undisturbed
     after = cluster.wait_whole()
     assert all(after[slot].pid != before[slot].pid for slot in after)
-    assert [e["slice"] for e in cluster.events(since, "host_resumed")] == [1, 0, 2]
+    # The last two were away at the same time.
+    first, *others = [event["slice"] for event in cluster.events(since, "host_resumed")]
+    assert first == 1 and sorted(others) == [0, 2]
     for kind in ("host_lost", "generation_aborted", "error_raised"):
         assert cluster.events(since, kind) == []
     assert cluster.events(since, "session_released")
