@@ -11,6 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+try:
+    import resource
+except ImportError:
+    resource = None
+
+DESCRIPTORS = 65_536
+"""As many as a process here is ever to need."""
 # From linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -77,6 +84,20 @@ def never_fail_at_output() -> None:
         raw = io.BufferedWriter(_UnfailingOutput(descriptor))
         text = io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
         setattr(sys, name, text)
+
+
+def raise_descriptor_limit() -> None:
+    """Use as many descriptors as the system lets this user have: a connection for each session, peer and collective
+    soon needs more than the 256 or 1024 that shells start with. Children inherit it."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            pass  # some systems have another limit behind the hard one
 
 
 def adopt_orphans() -> bool:

@@ -190,6 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"ridgeway head: {problem}", file=sys.stderr)
         return 2
     processes.never_fail_at_output()
+    processes.raise_descriptor_limit()
     try:
         asyncio.run(_run(options, secret))
     except (OSError, RendezvousError, ValueError) as error:

@@ -409,6 +409,7 @@ def main(argv: list[str] | None = None, after_parsing: Callable[[], None] | None
     if after_parsing is not None:
         after_parsing()
     processes.never_fail_at_output()
+    processes.raise_descriptor_limit()
     # The template and its children have no use for it, and it should not show in their environment.
     os.environ.pop(SECRET_VARIABLE, None)
     return asyncio.run(AgentProcess(identity, settings, options).run())

@@ -8,6 +8,7 @@ and pushes ``["push", token, dtype kind, shape]`` with one buffer, or
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.gate import Gate
 
 BACKLOG = 64
+ACCEPT_AGAIN_SECONDS = 0.1
 IDLE_SECONDS = 60.0
 """A connection to another executor is closed when nothing was sent for so long."""
 
@@ -64,7 +66,13 @@ class TransferServer:
     def _accept(self) -> None:
         while True:
             self.gate.wait(self._listener)
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                # The peer went away before, or there are no descriptors just now: others come later.
+                print(f"transfers: a connection could not be accepted: {error}", flush=True)
+                time.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
             device_runtime.spare_socket_from_abort(connection)
             self.gate.enter()
             self._start("transfer-receive", self._serve, connection)
