@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -35,6 +36,8 @@ class Connections:
         self._cluster = cluster
         self._versions = versions
         self._control = control
+        self._head = secrets.token_hex(8)
+        """tells this head from others that the cluster has had"""
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
@@ -96,6 +99,12 @@ class Connections:
                 )
         return None
 
+    def _stale(self, hello: dict[str, Any]) -> str | None:
+        """Every head counts from 1, so a process that an earlier one had ordered may have a number that is in use."""
+        if hello.get("head") != self._head:
+            return f"this {hello['role']} is stale: it was started for an earlier head"
+        return None
+
     async def _serve_control(self, link: StreamLink, hello: dict[str, Any]) -> None:
         link.send(["welcome", {"cluster": self._cluster}])
         await self._control(link)
@@ -130,6 +139,7 @@ class Connections:
         agent.send(["welcome", {
             "agent": number, "slice": names[0], "host": names[1], "platform": "cpu", "cluster": self._cluster,
             "devices_per_host": manager.topology.devices_per_host, "settings": manager.settings.to_dict(),
+            "head": self._head,
         }])  # fmt: skip
         manager.apply(effects[1:])
         heartbeats = asyncio.create_task(self._send_heartbeats(agent))
@@ -168,7 +178,7 @@ class Connections:
     async def _serve_executor(self, link: StreamLink, hello: dict[str, Any]) -> None:
         manager = self._manager
         number = int(hello["executor"])
-        problem = self._version_problem(hello)
+        problem = self._version_problem(hello) or self._stale(hello)
         if problem is not None:
             await self._refuse(link, problem)
             return
@@ -243,7 +253,7 @@ class Connections:
     async def _serve_compiler(self, link: StreamLink, hello: dict[str, Any]) -> None:
         manager = self._manager
         number, agent = int(hello["compiler"]), int(hello["agent"])
-        problem = self._version_problem(hello)
+        problem = self._version_problem(hello) or self._stale(hello)
         if problem is None:
             effects = manager.membership.compiler_joined(agent, number)
             if effects and isinstance(effects[0], Refuse):

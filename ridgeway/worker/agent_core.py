@@ -289,6 +289,7 @@ class AgentCore:
             "head_host": identity.head_host,
             "head_port": identity.head_port,
             "secret": identity.secret,
+            "head": self._welcome.get("head"),
             "agent": self.agent,
             role: number,
             "devices_per_host": self._welcome["devices_per_host"],

@@ -24,6 +24,7 @@ def main(arguments: dict[str, Any]) -> int:
         link.send(["hello", {
             "role": "compiler", "agent": arguments["agent"], "compiler": arguments["compiler"], "pid": os.getpid(),
             "versions": hello_versions(), "environment": compilation.environment_fingerprint(),
+            "head": arguments["head"],
         }])  # fmt: skip
         link.set_timeout(timeout)
         answer, _ = link.receive()

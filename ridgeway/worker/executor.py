@@ -471,6 +471,7 @@ def main(arguments: dict[str, Any]) -> int:
         link.send(["hello", {
             "role": "executor", "agent": arguments["agent"], "executor": arguments["executor"], "pid": os.getpid(),
             "versions": hello_versions(), "transfer_host": executor.address, "transfer_port": executor.server.port,
+            "head": arguments["head"],
         }])  # fmt: skip
         link.set_timeout(timeout)
         answer, _ = link.receive()

@@ -117,13 +117,14 @@ def test_a_whole_worker_joins_and_is_lost_when_its_connection_closes() -> None:
                 ordered[message[0].removeprefix("start_")] = message[1]
         executor, answer = await port.hello(
             role="executor", agent=welcome["agent"], executor=ordered["executor"], pid=2, transfer_host=HOST,
-            transfer_port=1,
+            transfer_port=1, head=welcome["head"],
         )  # fmt: skip
         assert answer == ["welcome", {}]
         assert (await executor.receive())[0] == ["assign", 0, 0]
         compiler, answer = await port.hello(
-            role="compiler", agent=welcome["agent"], compiler=ordered["compiler"], pid=3, environment="flags"
-        )
+            role="compiler", agent=welcome["agent"], compiler=ordered["compiler"], pid=3, environment="flags",
+            head=welcome["head"],
+        )  # fmt: skip
         assert answer == ["welcome", {}]
         assert port.manager.compilers.environment == "flags"
         assert (await port.event("slice_ready"))["slice"] == 0
@@ -188,10 +189,28 @@ def test_a_place_that_is_taken_or_is_none_is_refused() -> None:
     at_port(test)
 
 
+def test_processes_of_an_earlier_head_are_refused_though_their_numbers_are_in_use() -> None:
+    async def test(port: Port) -> None:
+        agent, (_, welcome) = await port.hello(role="agent", slice=0, host=0)
+        message, _ = await agent.receive()
+        while message[0] != "start_executor":
+            message, _ = await agent.receive()
+        place = {"agent": welcome["agent"], "pid": 1, "transfer_host": HOST, "transfer_port": 1}
+        for head in ({}, {"head": "0123456789abcdef"}):
+            assert "an earlier head" in await port.refusal(role="executor", executor=message[1], **place, **head)
+            assert "an earlier head" in await port.refusal(role="compiler", compiler=1, **place, **head)
+        assert port.manager.executors == {}
+        agent.close()
+
+    at_port(test)
+
+
 def test_processes_that_nobody_ordered_are_refused() -> None:
     async def test(port: Port) -> None:
         agent, (_, welcome) = await port.hello(role="agent", slice=0, host=0)
-        place = {"agent": welcome["agent"], "pid": 1, "transfer_host": HOST, "transfer_port": 1}
+        place = {
+            "agent": welcome["agent"], "pid": 1, "transfer_host": HOST, "transfer_port": 1, "head": welcome["head"],
+        }  # fmt: skip
         assert "stale" in await port.refusal(role="executor", executor=999, **place)
         assert "stale" in await port.refusal(role="compiler", compiler=999, **place)
         agent.close()

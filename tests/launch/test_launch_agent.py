@@ -102,7 +102,7 @@ def test_a_child_is_given_what_it_needs_and_no_secret_shows_outside() -> None:
                 arguments = json.loads(found[1])
                 assert set(arguments) == {
                     "head_host", "head_port", "secret", "agent", "executor", "devices_per_host", "settings",
-                    "address", "log_prefix", "inherited", "template_descriptor",
+                    "address", "log_prefix", "inherited", "template_descriptor", "head",
                 }  # fmt: skip
                 assert arguments["secret"] == head.secret
                 assert arguments["settings"]["probe_hold_seconds"] == 3.25

@@ -23,6 +23,8 @@ class SimulatedExecutor(BufferHolder):
     def __init__(self, machine: Machine, number: int, agent: int, per_host: int, settings: Settings, cluster: Any):
         super().__init__(machine, number, per_host, settings, cluster)
         self.agent = agent
+        self.head: str | None = None
+        """for which it was started"""
         self.per_host = per_host
         self.stuck = False
         """its order thread hangs; heartbeats go on"""
@@ -47,6 +49,7 @@ class SimulatedExecutor(BufferHolder):
         self.connection = self.cluster.connect(self, {
             "role": "executor", "agent": self.agent, "executor": self.number, "pid": self.pid,
             "versions": self.cluster.versions, "transfer_host": "10.0.0.1", "transfer_port": self.pid,
+            "head": self.head,
         }, self._message, lambda: self.end(3))  # fmt: skip
 
     def ended(self) -> None:

@@ -23,6 +23,8 @@ class SimulatedCompiler(Process):
     def __init__(self, machine: Machine, number: int, agent: int, cluster: Any):
         super().__init__(machine, f"compiler {number}")
         self.number = number
+        self.head: str | None = None
+        """for which it was started"""
         self._agent = agent
         self._cluster = cluster
         self._connection: Connection | None = None
@@ -31,7 +33,7 @@ class SimulatedCompiler(Process):
         """Say hello to the head."""
         hello = {
             "role": "compiler", "agent": self._agent, "compiler": self.number, "pid": self.pid,
-            "versions": self._cluster.versions, "environment": "",
+            "versions": self._cluster.versions, "environment": "", "head": self.head,
         }  # fmt: skip
         self._connection = self._cluster.connect(self, hello, self._message, lambda: self.end(3))
 
@@ -150,6 +152,7 @@ class SimulatedAgent(Process):
             )
         else:
             child = SimulatedCompiler(self.machine, fork.number, arguments["agent"], self._cluster)
+        child.head = arguments["head"]
         self.children[child.pid] = child
         child.on_end = lambda code: self.run(self._child_ended, fork.role, fork.number, child.pid, code)
         child.after(self.world.random.uniform(*FORK_SECONDS), child.connect)
