@@ -133,7 +133,7 @@ def test_head_and_workers_by_hand(world: World) -> None:
     until(lambda: [h["state"] for h in world.hosts()] == ["ready", "ready"], head.describe)
 
     taken = start_worker(world, port, secret, "--slice", "0", "--host", "0")
-    assert taken.wait() == 2
+    assert taken.wait() == 5
     assert len(taken.stderr) == 1 and "slice 0 host 0 is taken" in taken.stderr[0]
     outside = start_worker(world, port, secret, "--slice", "5", "--host", "0")
     assert outside.wait() == 2

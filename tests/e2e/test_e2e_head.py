@@ -109,7 +109,7 @@ def test_workers_wait_for_a_new_head_and_a_zombie_does_not_disturb(place: Place)
         awake = cluster.now()
         for pid in reversed(family):
             os.kill(pid, signal.SIGCONT)
-        assert zombie.wait() == 2, zombie.describe()
+        assert zombie.wait() == 5, zombie.describe()
         assert "slice 1 host 0 is taken" in zombie.stderr[-1], zombie.describe()
         wait_gone(*family)
         assert controller.run(TRY) == total(4)
