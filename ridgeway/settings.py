@@ -32,7 +32,7 @@ class Settings:
     disagreement_seconds: float = 0.5
     """After one member of a generation rejects an execution, how long the others may take to reject it too
     before the generation is aborted."""
-    executor_aborts_limit: int = 4
+    executor_aborts_limit: int = 8
     """Aborted generations that an executor leaves before, at a quiet moment, a fresh process goes on with its data."""
     executor_start_timeout_seconds: float = 60.0
     """From an agent's joining to its executor being ready."""

@@ -241,6 +241,9 @@ class Connections:
                 if collective:
                     status = manager.cause_of(failed_generation) or status
                 manager.execution_failed(executor, execution, status, generation)
+            case "stuck":
+                _, generation, code, text = message
+                manager.stuck(executor, Status(Code(code), text), generation)
             case "callback":
                 _, number, token, shapes = message
                 manager.on_host_callback(executor, number, token, shapes, buffers[0])

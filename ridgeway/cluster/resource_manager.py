@@ -222,6 +222,11 @@ class ResourceManager:
                 if link is not None:
                     link.send_aside(["everybody_refused", execution])
 
+    def stuck(self, executor: ExecutorLink, status: Status, generation: int) -> None:
+        """A member's program failed on one of its devices, and the others wait for that one: only an abort ends it."""
+        if generation > 0 and generation not in self._causes:
+            self._abort_for(generation, executor.place, status)
+
     def settle(
         self, place: str, status: Status, collective: bool, generation: int, deliver: Callable[[Status], None]
     ) -> None:

@@ -24,7 +24,12 @@ Arrays = list[tuple[int, tuple[int, ...]]]
 class CallbackCaller:
     """Sends calls to the head and waits for their results, on XLA's threads."""
 
-    def __init__(self, promises: PromiseTable, send: Callable[[list[Any], list[bytes]], None], timeout_seconds: float):
+    def __init__(
+        self, promises: PromiseTable, send: Callable[[list[Any], list[bytes]], None], timeout_seconds: float,
+        failed: Callable[[str], None] = lambda text: None,
+    ):  # fmt: skip
+        """``failed``: told what a callback of a program that executors run together has raised."""
+        self._failed = failed
         self._promises = promises
         self._send = send
         self._timeout_seconds = timeout_seconds
@@ -70,6 +75,8 @@ class CallbackCaller:
             try:
                 return promise.wait(self._timeout_seconds)
             except statuses.StatusError as error:
+                if spans:
+                    self._failed(error.status.message)
                 raise RuntimeError(_ERROR_MARK + error.status.message) from None
         except LinkClosed:
             raise RuntimeError("host callback: the head is gone") from None

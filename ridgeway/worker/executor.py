@@ -64,7 +64,9 @@ class Executor:
             self.address, arguments["secret"], self.promises, self.settings.handshake_timeout_seconds,
             () if legacy is None else legacy.sockets,
         )  # fmt: skip
-        self.callbacks = CallbackCaller(self.promises, link.send, self.settings.callback_timeout_seconds)
+        self.callbacks = CallbackCaller(
+            self.promises, link.send, self.settings.callback_timeout_seconds, self._callback_failed
+        )
         self.current_program = ""
         self.saved = False
         """its state is in the scratch folder: this process has nothing more to do"""
@@ -90,7 +92,7 @@ class Executor:
         self._abandoned: list[Runtime] = []
         """runtimes whose executions never returned; dropping one would block"""
         self.aborts = 0
-        """Aborted generations that this process has left; each leaves threads and sockets behind"""
+        """Aborted generations that this process has left."""
         self._read_on = threading.Event()
         self.answered = 0
         """Requests of the head that were; it numbers them from 1 on."""
@@ -236,6 +238,20 @@ class Executor:
         if not settled:
             text = "it is not known whether all members refused an execution"
             raise GenerationFailure(Code.ABORTED, text, runtime.generation).error()
+
+    def _callback_failed(self, text: str) -> None:
+        """A device whose callback raised takes part in its program's collectives no more: if that has not ended the
+        program soon, nothing will."""
+        runtime, waiters = self.runtime, self.waiters
+        status = statuses.classify_runtime_error(text)
+
+        def tell() -> None:
+            if runtime.aborted is None and waiters.risky:
+                self._tell(["stuck", runtime.generation, int(status.code), status.message])
+
+        timer = threading.Timer(self.settings.disagreement_seconds, tell)
+        timer.daemon = True
+        timer.start()
 
     def not_entered(self, program: str) -> Status:
         """The error of a program whose generation this executor could not enter."""

@@ -1,8 +1,8 @@
 """How an executor is succeeded by a fresh process without anybody noticing.
 
-A survivor keeps, of generations that ended badly, what XLA and gloo do not let go of: threads, a listening socket, now
-and then a whole client in which an execution never returned. Nothing in the process can free that, but a new process
-has none of it. So a worn executor, when all that it holds is in host memory and nothing is under way (the head orders
+A survivor keeps, of generations that ended badly, what XLA and gloo do not let go of: now and then a whole client in
+which an execution never returned. Nothing in the process can free that, but a new process has none of it. So a worn
+executor, when all that it holds is in host memory and nothing is under way (the head orders
 it right behind leaving a generation), asks its template for a *successor* and gives it what it has::
 
     executor -> template    a line, with the sockets: this channel's other end, the link to the head, the listener
