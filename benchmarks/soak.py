@@ -412,8 +412,8 @@ def soak(options: Options, work: Path, disk: Path | None, say: Callable[[str], N
             wrong = _compare(program, reference)
     return soak_report.result(
         options=dataclasses.asdict(options) | {"kinds": sorted(kinds)}, strikes=run.strikes, samples=run.samples,
-        events=read_events(work / "events.jsonl"), problem=problem, wrong=wrong, steps=program.steps,
-        last_step=program.step, attempts=program.attempts, seconds=seconds,
+        events=read_events(work / "events.jsonl"), problem=problem, wrong=wrong, exact=sum(program.exact.values()),
+        steps=program.steps, last_step=program.step, attempts=program.attempts, seconds=seconds,
     )  # fmt: skip
 
 

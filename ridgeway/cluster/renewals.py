@@ -15,15 +15,16 @@ AGAIN_AFTER_SECONDS = 2.0
 
 
 class Renewals:
-    """``in_generation``: whether an executor's orders run in one now. ``emit`` gets events, ``names`` a slot's."""
+    """``engaged``: whether an executor must stay the process that it is for now, as one in a generation. ``emit`` gets
+    events, ``names`` a slot's."""
 
     def __init__(
-        self, clock: Callable[[], float], emit: Callable[..., Any], in_generation: Callable[[int], bool],
+        self, clock: Callable[[], float], emit: Callable[..., Any], engaged: Callable[[ExecutorLink], bool],
         names: Callable[[int], dict[str, int]],
     ):  # fmt: skip
         self._clock = clock
         self._emit = emit
-        self._in_generation = in_generation
+        self._engaged = engaged
         self._names = names
         self._not_before: dict[int, float] = {}
         """executor -> when it may be asked again; infinity while it is being renewed"""
@@ -31,7 +32,7 @@ class Renewals:
     def consider(self, link: ExecutorLink, worn: bool) -> None:
         """An executor has said whether it is worn."""
         now = self._clock()
-        if not worn or link.lost is not None or link.suspended or self._in_generation(link.number):
+        if not worn or link.lost is not None or link.suspended or self._engaged(link):
             return
         if now < self._not_before.get(link.number, 0.0):
             return

@@ -87,8 +87,8 @@ class ResourceManager:
         self.generations = generation_machine.Generations()
         self.compilers = CompilerPool(settings, emit)
         self.pythons = PythonProcesses(settings, emit, clock)
-        self.renewals = Renewals(clock, emit, lambda number: number in self.generations.current, self.slot_names)
         self.suspender = Suspender(self, scratch_folder)
+        self.renewals = Renewals(clock, emit, self._is_engaged, self.slot_names)
         self.compilers.is_awaited = lambda: bool(self.suspender.slots)
         self.agents: dict[int, AgentLink] = {}
         self.executors: dict[int, ExecutorLink] = {}
@@ -221,6 +221,10 @@ class ResourceManager:
                 link = self.executors.get(number)
                 if link is not None:
                     link.send_aside(["everybody_refused", execution])
+
+    def _is_engaged(self, link: ExecutorLink) -> bool:
+        """Whether an executor is in a generation, or is being suspended: then it stays the process that it is."""
+        return link.number in self.generations.current or link.slot in self.suspender.slots
 
     def stuck(self, executor: ExecutorLink, status: Status, generation: int) -> None:
         """A member's program failed on one of its devices, and the others wait for that one: only an abort ends it."""
