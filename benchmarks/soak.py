@@ -399,10 +399,11 @@ def soak(options: Options, work: Path, disk: Path | None, say: Callable[[str], N
         shutil.copy(events_file, work / "events.jsonl")
         wrong: list[str] = list(program.differing)
         if problem is None:
-            say(f"{len(run.strikes)} faults in {seconds:.0f} s; the undisturbed run of {program.end} steps")
+            furthest = max(program.losses)  # which an attempt that failed may have reached
+            say(f"{len(run.strikes)} faults in {seconds:.0f} s; the undisturbed run of {furthest} steps")
             reference = Program(
                 environment,
-                [*_arguments("pause", slices, work / "reference"), "--pace-seconds", "0", "--steps", str(program.end)],
+                [*_arguments("pause", slices, work / "reference"), "--pace-seconds", "0", "--steps", str(furthest)],
                 devices, work / "reference.log", None,
             )  # fmt: skip
             try:
