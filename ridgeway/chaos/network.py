@@ -42,7 +42,8 @@ def cut(place: Place) -> Undo:
       NetworkError: it could not be done; nothing is changed.
     """
     links: list[dict[str, Any]] = json.loads(_ip(place, "-j", "link", "show", "up") or "[]")
-    names = [link["ifname"] for link in links if "LOOPBACK" not in link.get("flags", ())]
+    # Those that are down are there too, as empty objects.
+    names = [link["ifname"] for link in links if "ifname" in link and "LOOPBACK" not in link.get("flags", ())]
     if not names:
         raise NetworkError(f"the host at {place.address} has no interface that is up")
     # Routes that the kernel does not make by itself when an interface comes up again.
