@@ -327,6 +327,55 @@ def test_an_execution_on_one_executor_is_nobody_elses_business() -> None:
     assert head.sent(executors[1], "abort") == []
 
 
+def test_a_program_that_hangs_because_a_callback_raised_ends_with_its_generation() -> None:
+    head = Head()
+    executors = head.hosts()
+    generation = head.form(*executors)
+    problem = Status(Code.UNKNOWN, "LookupError: no such thing")
+    head.manager.stuck(executors[1], problem, generation)
+    ((_, number, code, text),) = head.sent(executors[0], "abort")
+    # The program's own mistake, which nobody is to try again.
+    assert (number, code) == (generation, int(Code.UNKNOWN))
+    assert "slice 1 host 0" in text and "no such thing" in text
+    # Once is enough, and what is not in a generation has none to end.
+    head.manager.stuck(executors[0], problem, generation)
+    head.manager.stuck(executors[0], problem, 0)
+    assert len(head.sent(executors[0], "abort")) == 1
+
+
+# ---- executors that are worn
+
+
+def test_a_worn_executor_is_renewed_when_it_is_in_no_generation() -> None:
+    head = Head()
+    executors = head.hosts()
+    generation = head.form(*executors)
+    renewals = head.manager.renewals
+    renewals.consider(executors[0], True)
+    assert head.sent(executors[0], "renew") == []
+    head.close_agent(executors[1], "it was killed")
+    assert generation not in head.manager.generations.current.values()
+    ((_, leaving, _),) = head.sent(executors[0], "leave_generation")
+    executors[0].on_reply(leaving, None, [False], [])
+    renewals.consider(executors[0], False)
+    assert head.sent(executors[0], "renew") == []
+    for _ in range(2):  # one order at a time
+        renewals.consider(executors[0], True)
+    ((_, request),) = head.sent(executors[0], "renew")
+    executors[0].on_reply(request, None, [False, "bytes are on their way"], [])
+    renewals.consider(executors[0], True)
+    assert len(head.sent(executors[0], "renew")) == 1
+    head.wait(2.5)
+    renewals.consider(executors[0], True)
+    _, (_, request) = head.sent(executors[0], "renew")
+    executors[0].on_reply(request, None, [True, 4711], [])
+    assert executors[0].pid == 4711
+    # A lost one is nobody's business any more.
+    head.close_agent(executors[0], "it was killed too")
+    renewals.consider(executors[0], True)
+    assert len(head.sent(executors[0], "renew")) == 2
+
+
 # ---- slices that are given up
 
 
