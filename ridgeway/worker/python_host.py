@@ -23,6 +23,7 @@ import atexit
 import gc
 import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ridgeway import processes
 from ridgeway import settings as runtime_settings
 from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
@@ -325,6 +327,22 @@ def _decoded(data: Any, shape: list[int] | None) -> np.ndarray:
     return data if shape is None else dtypes.decode_host_buffer(data, dtypes.KIND_STRING, tuple(shape))
 
 
+def _guard_group() -> None:
+    """Have what the user's code starts end with this process, however that ends and whoever has died before: a child
+    without any other work kills the process group when the kernel tells it that its parent is dead."""
+    os.setpgid(0, 0)
+    parent = os.getpid()
+    if os.fork() != 0:
+        return
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+        processes.die_with_parent(parent, signal.SIGTERM)
+        while True:
+            signal.pause()
+    finally:
+        os._exit(0)
+
+
 def _end_user_code() -> None:
     """What a Python program does at its end, as far as the user's code registered it, in bounded time."""
     thread = threading.Thread(target=atexit._run_exitfuncs, name="exit", daemon=True)
@@ -334,8 +352,7 @@ def _end_user_code() -> None:
 
 def main(arguments: dict[str, Any]) -> int:
     """Entry of the forked process; ``arguments`` as an agent's template gives them."""
-    # A group of its own: the agent ends whatever processes the user's code has started with it.
-    os.setpgid(0, 0)
+    _guard_group()  # before there are threads
     name = f"python {arguments['python']}"
     timeout = arguments["settings"]["executor_start_timeout_seconds"]
     from ridgeway.worker import python_devices

@@ -236,22 +236,31 @@ result = [int(here.add(on(0, 1))), int(there.add(on(2, 1)))]
 
 
 def test_a_lost_host_is_named(pair: Cluster, program: Controller) -> None:
-    program.run("""
+    """Also what its user code has started is gone, though nobody of its own was left to end it."""
+    child = program.run("""
 counter = Counter(1)
+
+@cp.colocated_python
+def start(x):
+    import subprocess
+    return jax.device_put(np.int32(subprocess.Popen(["sleep", "600"]).pid), x.sharding)
 
 @cp.colocated_python
 def wait(x):
     print("waiting")
     time.sleep(600)
 
-result = int(counter.add(on(2, 1)))
+counter.add(on(2, 1))
+result = int(start(on(2, 1)))
 """)
+    assert not harness.is_gone(child)
     program.start("say(1); np.asarray(wait(on(2, 1)))")
     program.hear()
     harness.until(lambda: "slice 1 host 0: waiting" in program.describe(), program.describe)
     pair.kill_worker(1)
     text = program.error_of()
     assert text.startswith("DATA_LOSS: ") and "slice 1 host 0" in text, text
+    harness.until(lambda: harness.is_gone(child))
     pair.wait_whole()
     text = program.error_of("int(counter.add(on(2, 1)))")
     assert text.startswith("DATA_LOSS: the object of") and "slice 1 host 0" in text
