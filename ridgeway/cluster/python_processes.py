@@ -160,6 +160,11 @@ class PythonProcesses:
         process.agent.send(["kill_python", process.number, description])
         self._lose(process, Code.DEADLINE_EXCEEDED, description)
 
+    def retire(self, process: PythonProcess, description: str) -> None:
+        """Nobody can use it any more: it is killed."""
+        process.agent.send(["kill_python", process.number, description])
+        self._lose(process, Code.DATA_LOSS, description)
+
     def end(self, process: PythonProcess) -> None:
         """The session is over. The process ends as its link closes; if it cannot, its agent ends it."""
         if self._processes.pop(process.number, None) is not None:

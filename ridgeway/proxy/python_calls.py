@@ -253,6 +253,9 @@ class SessionPython:
 
     def _process(self, executor: ExecutorLink) -> PythonProcess:
         process = self._processes.get(executor.slot)
+        if process is not None and process.agent.number != executor.agent:
+            self._manager.pythons.retire(process, "another host has taken the place of its host")
+            process = None
         if process is None:
             agent = self._manager.agents[executor.agent]
             lost = self._lost_objects.setdefault(executor.slot, {})

@@ -22,6 +22,8 @@ from ridgeway.worker.device_runtime import Runtime
 
 _METHOD_OF_OBJECT = "MethodCallerAtBackend"
 """jax's class of what calls a method of an object that lives here."""
+_OF_A_FIRST_CALL = "lowered_fun"
+"""jax's name of the functions that it wraps around the user's for a first call."""
 _NOT_THE_USERS = ("ridgeway.worker.python_host", __name__, colocated_python.__name__)
 """Modules whose frames begin every traceback."""
 TRACEBACK_CHARACTERS = 2500
@@ -48,6 +50,7 @@ class Function:
         """ids of the objects it calls methods of"""
         for _, method in methods:
             self.name = method  # jax calls them all "unknown"
+        self._result = _result_id(self._function)
 
     def argument(self, index: int, shards: Shards, runtime: Runtime) -> Any:
         """A `jax.Array` from its shards on this host."""
@@ -62,12 +65,22 @@ class Function:
           WrongResult: it returned something else than its specs say.
           BaseException: what it raises itself.
         """
+        self.forget_result()
         args, kwargs = jax.tree_util.tree_unflatten(self._in_tree, arguments)
         result = self._function(*args, **kwargs)
         leaves, tree = jax.tree_util.tree_flatten(result)
         if tree != self._out_tree:
             raise WrongResult(f"it returned {tree}; its output spec says {self._out_tree}")
         return [_shards(index, leaf, self._out_specs[index], runtime) for index, leaf in enumerate(leaves)]
+
+
+    def forget_result(self) -> None:
+        """A first call keeps its result here for a second program to fetch, which is never called if the first call
+        failed on another host; when the call is repeated it would be in the way."""
+        if self._result is not None:
+            store = func_backend.SINGLETON_RESULT_STORE
+            with store._lock:
+                store._storage.pop(self._result, None)
 
 
 class WrongResult(TypeError):
@@ -119,10 +132,23 @@ def _methods(function: Any) -> Iterable[tuple[int, str]]:
                 yield from _methods(getattr(value, "fun", value))
 
 
+def _result_id(function: Any) -> int | None:
+    """The id under which a program of a first call keeps its result, if it is one."""
+    if not inspect.isfunction(function) or function.__name__ != _OF_A_FIRST_CALL:
+        return None
+    closure = inspect.getclosurevars(function).nonlocals
+    if "info" in closure:
+        return closure["uid"]
+    return _result_id(closure.get("fun"))
+
+
 def is_lost_result(error: BaseException) -> bool:
     """Whether it says that the result of a first call, kept here for a second program to fetch, is not here."""
     frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_code.co_filename == func_backend.__file__
+    if not frames:
+        return False
+    code = frames[-1][0].f_code
+    return code.co_filename == func_backend.__file__ and code.co_name == "pop"
 
 
 def describe_error(error: BaseException, what: str) -> Status:

@@ -75,6 +75,13 @@ class _Program:
             return self._function
 
 
+    def forget_result(self) -> None:
+        """It is not called any more."""
+        with self._lock:
+            if self._function is not None:
+                self._function.forget_result()
+
+
 class _Stream:
     """The calls of one thread of the controller, in order. Used under the host's lock but for taking work."""
 
@@ -183,6 +190,10 @@ class PythonHost:
         done = threading.Event()
 
         def drop() -> None:
+            for program in dropped:
+                if program is not None:
+                    program.forget_result()
+            program = None
             dropped.clear()
             gc.collect()
             self._end_lines()

@@ -211,6 +211,21 @@ def test_an_executor_lost_before_the_results_were_taken_loses_them(session: Sess
     assert len(answer.answers) == 1
 
 
+def test_a_process_whose_host_has_lost_its_place_is_not_used_any_more(session: Session) -> None:
+    session.call(session.array((0,)))
+    [process] = session.processes()
+    session.join(process)
+    session.say(process, "objects", "5", "Counter.add", [123])
+    session.say(process, "done", 1, [])
+    other = session.head.manager.agents[session.executors[1].agent]
+    process.agent = other
+    session.call(session.array((0,)))
+    [again] = session.processes()
+    assert again is not process and again.agent.number == session.executors[0].agent
+    assert session.head.links[other.number].of("kill_python")[0][1] == process.number
+    assert list(session.join(again).sent[0][1]["lost_objects"]) == [123]
+
+
 def test_strings_stay_on_the_head(session: Session) -> None:
     [result], answer = session.call(session.array((0, 1)), kind=dtypes.KIND_STRING)
     [process] = session.processes()

@@ -115,6 +115,31 @@ def test_a_result_that_is_not_here_any_more_is_told_from_a_mistake():
     assert not python_functions.is_lost_result(caught.value)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_first_call_can_be_repeated(runtime, wrapped):
+    """Also when its result was not fetched, as when another host had failed; and what nobody fetches does not stay."""
+    device = runtime.device(10)
+    spec = spec_of((), np.float32, device)
+    specialization = func.Specialization().update(
+        in_specs_treedef=jax.tree_util.tree_structure(((spec,), {})), in_specs_leaves=(spec,), devices=[device]
+    )
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(func, "_compile_to_executable", lambda name, fun, **rest: made.append((fun, rest)))
+        func._make_output_specs_and_push_result_fun(func.FunctionInfo(lambda x: x, None, None), specialization, 4711)
+    [(fun, rest)] = made
+    if wrapped:
+        fun = func._make_prng_wrapped_fun(fun, {}, {})
+    out_specs = jax.tree_util.tree_unflatten(rest["out_specs_treedef"], rest["out_specs_leaves"])
+    function = python_functions.Function("f", pickled(fun, (spec,), out_specs))
+    store = func_backend.SINGLETON_RESULT_STORE
+    for _ in range(2):
+        function.call([function.argument(0, {10: np.float32(3)[...]}, runtime)], runtime)
+    assert [float(leaf) for leaf in store._storage[4711]] == [3.0]
+    function.forget_result()
+    assert 4711 not in store._storage
+
+
 def test_errors_say_type_text_and_place_and_are_not_retried():
     def inner():
         raise RuntimeError("INTERNAL: " + "x" * 100_000)
