@@ -237,7 +237,8 @@ result = [int(here.add(on(0, 1))), int(there.add(on(2, 1)))]
 
 def test_objects_outlive_an_executor(pair: Cluster, program: Controller) -> None:
     program.run("counter = Counter(1); result = int(counter.add(on(0, 1)))")
-    pair.kill_executor(0)
+    before = pair.kill_executor(0)
+    harness.until(lambda: pair.host(0).executor_pid != before.executor_pid)
     pair.wait_whole()
     assert program.run("result = [int(counter.add(on(d, 1))) for d in (0, 1)]") == [3, 4]
 
