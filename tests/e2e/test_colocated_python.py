@@ -235,6 +235,14 @@ result = [int(here.add(on(0, 1))), int(there.add(on(2, 1)))]
     assert [host.executor_pid for host in pair.hosts().values()] == before
 
 
+def test_objects_outlive_an_executor(pair: Cluster, program: Controller) -> None:
+    program.run("counter = Counter(1); result = int(counter.add(on(0, 1)))")
+    before = pair.kill_executor(0)
+    harness.until(lambda: pair.host(0).executor_pid != before.executor_pid)
+    pair.wait_whole()
+    assert program.run("result = [int(counter.add(on(d, 1))) for d in (0, 1)]") == [3, 4]
+
+
 def test_a_lost_host_is_named(pair: Cluster, program: Controller) -> None:
     """Also what its user code has started is gone, though nobody of its own was left to end it."""
     child = program.run("""
