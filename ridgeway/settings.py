@@ -52,7 +52,7 @@ class Settings:
     suspend_timeout_seconds: float = 300.0
     """How long the saved state of a preempted worker waits for a replacement that takes it over, before it is lost."""
     host_buffer_timeout_seconds: float = 60.0
-    """How long a request waits for the host buffer it names."""
+    """How long a request waits for the host buffer it names while no host buffer of its session gets on."""
     transfer_timeout_seconds: float = 120.0
     """How long an executor waits for bytes that another executor sends it."""
     persistence_timeout_seconds: float = 3600.0
@@ -78,15 +78,19 @@ class Settings:
     orphan_timeout_seconds: float = 60.0
     """With the policy ``wait``: how long."""
     link_buffer_limit_bytes: int = 256 << 20
-    """Unsent bytes to one executor above which a session is made to wait."""
+    """Bytes given to one executor that it has not got to, above which a session that gives it more is made to wait."""
+    queued_order_limit: int = 10_000
+    """The same for orders, such as steps of a program that never waits for a result."""
     pending_order_limit: int = 10_000
     """Orders kept for a slice that is on its way back."""
     session_response_limit: int = 100_000
     """Responses a session may leave unread before it is ended."""
     request_limit_bytes: int = 2 << 30
     """The largest message accepted from a client."""
-    host_buffer_limit_bytes: int = 8 << 30
-    """Bytes of host buffers one session may have waiting on the head."""
+    host_buffer_limit_bytes: int = 1 << 30
+    """Bytes of host buffers that may wait on the head for one session, in each direction, before it is made to wait."""
+    upload_window_bytes: int = 64 << 20
+    """Host buffers that one session sends to the head at a time; a larger one comes alone."""
     compile_cache_limit_bytes: int = 4 << 30
     """Size of the persistent compile cache."""
     goodput_report_seconds: float = 10.0

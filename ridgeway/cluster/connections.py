@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ridgeway.cluster.agent_link import AgentLink
+from ridgeway.cluster.backlog import Backlog
 from ridgeway.cluster.compilers import Compiler
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.membership import Refuse, Welcome
@@ -189,6 +190,7 @@ class Connections:
             str(hello["transfer_host"]),
             int(hello["transfer_port"]),
             int(hello["pid"]),
+            Backlog(manager.settings.link_buffer_limit_bytes, manager.settings.queued_order_limit),
         )
         effects = manager.membership.executor_joined(manager.clock(), executor.agent, number)
         if effects and isinstance(effects[0], Refuse):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ridgeway.cluster.backlog import Backlog
 from ridgeway.protocol.status import Code, Status
 from ridgeway.transport import frames
 from ridgeway.transport.frames import Buffer
@@ -18,13 +19,17 @@ class ExecutorLink:
     Every order has its place in one sequence per executor.  Nothing here waits.
     """
 
-    def __init__(self, number: int, agent: int, link: StreamLink, transfer_host: str, transfer_port: int, pid: int):
+    def __init__(
+        self, number: int, agent: int, link: StreamLink, transfer_host: str, transfer_port: int, pid: int,
+        backlog: Backlog,
+    ):  # fmt: skip
         self.number = number
         self.agent = agent
         self.link = link
         self.transfer_host = transfer_host
         self.transfer_port = transfer_port
         self.pid = pid
+        self.backlog = backlog
         self.slot = -1
         self.place = "a standby"
         self.lost: Status | None = None
@@ -90,6 +95,7 @@ class ExecutorLink:
                 self.flush_frees()
             self.ordered += 1
             self.link.send(message, buffers)
+            self._sent(1, buffers)
 
     def send_packed(self, frame: bytes) -> None:
         """`send` of a frame that several executors get."""
@@ -100,6 +106,18 @@ class ExecutorLink:
                 self.flush_frees()
             self.ordered += 1
             self.link.send_packed(frame)
+            self._sent(1, ())
+
+    def send_promised(self, token: int, data: Buffer) -> None:
+        """Send the bytes that an order before named by a token."""
+        if self.lost is None:
+            self.link.send(["data", token], [data])
+            self._sent(0, (data,))
+
+    def _sent(self, orders: int, buffers: Sequence[Buffer]) -> None:
+        if self.backlog.sent(orders, sum(memoryview(buffer).nbytes for buffer in buffers)):
+            taken = self.backlog.mark()
+            self.request("reached", [], lambda *_: self.backlog.reached(*taken))
 
     def send_aside(self, message: Sequence[Any], buffers: Sequence[Buffer] = ()) -> None:
         """Send something that the executor's reader acts on at once, outside the sequence of orders. One whose state is
@@ -163,6 +181,7 @@ class ExecutorLink:
             groups, self._free = self._free, []
             self.ordered += 1
             self.link.send_packed(frames.pack(["free", groups]))
+            self._sent(1, ())
 
     def on_reply(self, request: int, error: Status | None, fields: list[Any], buffers: list[bytes]) -> None:
         """A reply arrived."""
@@ -189,4 +208,5 @@ class ExecutorLink:
         replies, self._replies = self._replies, {}
         for callback in replies.values():
             callback(status, [], [])
+        self.backlog.clear()
         return status

@@ -411,16 +411,15 @@ def copy_to_host_buffer(session: Session, request: Any, response: Any, later: La
     handle = request.host_buffer_handle
 
     def fetched(error: Status | None, data: bytes) -> None:
-        if error is None and not session.ended:
-            try:
-                session.buffers.put(handle, data)
-            except statuses.StatusError as full:
-                error = full.status
+        session.fetching_bytes -= size
         if error is not None:
             session.buffers.fail(handle, error)
+        elif not session.ended:
+            session.buffers.put_result(handle, data)
         answer(error)
 
     size = dtypes.array_bytes(array.kind, array.shape)
+    session.fetching_bytes += size
     answer = session.services.observer.fetching(session, size, later)
     session.services.dispatcher.fetch(array, _strides(request), fetched)
     return LATER

@@ -12,6 +12,7 @@ from typing import Any
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import ResourceManager
 from ridgeway.cluster.slice_hold import Hold
+from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.proxy import resharding
@@ -83,6 +84,7 @@ class Dispatcher:
         here = [None if together else buffers.take(part.handle) for part in parts]
         tokens = [next(self._tokens) if data is None else None for data in here]
         receivers: dict[int, list[ExecutorLink]] = {}
+        sizes = [dtypes.array_bytes(array.kind, part.shape) for part in parts]
         for executor in executors:
             orders, attached = [], []
             for position, part in enumerate(parts):
@@ -93,15 +95,17 @@ class Dispatcher:
                 if data is None:
                     orders.append([mine, part.shape, part.strides, None, tokens[position]])
                     receivers.setdefault(position, []).append(executor)
+                    executor.backlog.announce(sizes[position])
                 else:
                     orders.append([mine, part.shape, part.strides, len(attached), None])
                     attached.append(data)
             executor.send(["put", group.number, array.kind, array.sharding.memory_kind, orders], attached)
         if together:
-            _forward_together(parts, receivers, tokens, buffers)
+            _forward_together(parts, receivers, tokens, sizes, buffers)
         else:
             for position, links in receivers.items():
-                buffers.when_here(parts[position].handle, _forward_data(links, tokens[position]))
+                forward = _forward_data(links, tokens[position], sizes[position])
+                buffers.when_here(parts[position].handle, forward)
         array.bind(group)
 
     def _discard(self, parts: list[HostPart], buffers: HostBufferStore) -> None:
@@ -338,8 +342,9 @@ def defer(hold: Hold, used: Sequence[Array], continuation: Done) -> None:
 
 
 def _forward_together(
-    parts: list[HostPart], receivers: dict[int, list[ExecutorLink]], tokens: list[int | None], buffers: HostBufferStore
-) -> None:
+    parts: list[HostPart], receivers: dict[int, list[ExecutorLink]], tokens: list[int | None], sizes: list[int],
+    buffers: HostBufferStore,
+) -> None:  # fmt: skip
     """Send the host buffers of one array when all of them are here, or none of them if one does not come: an array
     that only some of its executors have would be refused by the others only, which costs all their generation."""
     left = len(parts)
@@ -351,7 +356,7 @@ def _forward_together(
         if isinstance(data, Status):
             left = 0
             for position, links in receivers.items():
-                _forward_data(links, tokens[position])(data)
+                _forward_data(links, tokens[position], sizes[position])(data)
             for part in parts:
                 buffers.discard(part.handle)
             return
@@ -359,19 +364,22 @@ def _forward_together(
         if left == 0:
             found = {part.handle: buffers.take(part.handle) for part in parts}
             for position, links in receivers.items():
-                _forward_data(links, tokens[position])(found[parts[position].handle] or b"")
+                forward = _forward_data(links, tokens[position], sizes[position])
+                forward(found[parts[position].handle] or b"")
 
     for part in parts:
         buffers.look_up(part.handle, arrived)
 
 
-def _forward_data(links: list[ExecutorLink], token: int | None) -> Callable[[bytes | Status], None]:
+def _forward_data(links: list[ExecutorLink], token: int | None, size: int) -> Callable[[bytes | Status], None]:
     def arrived(data: bytes | Status) -> None:
+        assert token is not None
         for link in links:
+            link.backlog.announce(-size)
             if isinstance(data, Status):
                 link.send_aside(["data_failed", token, int(data.code), data.message])
             else:
-                link.send_aside(["data", token], [data])
+                link.send_promised(token, data)
 
     return arrived
 

@@ -10,7 +10,7 @@ Arrival = Callable[[bytes | Status], None]
 
 
 class HostBufferStore:
-    """Bytes by handle, and who waits for which; bounded in bytes."""
+    """Bytes by handle, and who waits for which: what the client sends, and what it is to fetch."""
 
     def __init__(self, limit_bytes: int, timeout_seconds: float):
         self._limit_bytes = limit_bytes
@@ -18,7 +18,32 @@ class HostBufferStore:
         self._buffers: dict[int, bytes | Status] = {}
         self._waiting: dict[int, tuple[float, list[Arrival]]] = {}
         self._watching: dict[int, tuple[float, list[Arrival]]] = {}
+        self._results: set[int] = set()
+        self._getting_on = float("-inf")
         self.bytes = 0
+        self.result_bytes = 0
+        """of them, those that the client is to fetch"""
+        self.on_wanted: Callable[[int], None] = lambda handle: None
+        """called when somebody begins to wait for a buffer that is not here"""
+        self.on_taken: Callable[[], None] = lambda: None
+        """called when a buffer that was here is forgotten"""
+
+    def gets_on(self) -> None:
+        """Bytes of some buffer came in: those that wait behind it are not late."""
+        self._getting_on = time.monotonic()
+
+    def is_wanted(self, handle: int) -> bool:
+        """Whether somebody waits for a buffer that is not here."""
+        return handle in self._waiting or handle in self._watching
+
+    def put_result(self, handle: int, data: bytes) -> None:
+        """Keep what the client is to fetch; whoever asked for it has seen to it that there is room."""
+        self.take(handle)
+        self._buffers[handle] = data
+        self._results.add(handle)
+        self.bytes += len(data)
+        self.result_bytes += len(data)
+        self._tell_watchers(handle, data)
 
     def put(self, handle: int, data: bytes) -> None:
         """A buffer is complete.
@@ -33,7 +58,8 @@ class HostBufferStore:
             self._tell_watchers(handle, data)
             return
         self.take(handle)  # a handle that is used twice has the later bytes
-        if self.bytes + len(data) > self._limit_bytes:
+        held = self.bytes - self.result_bytes
+        if held and held + len(data) > self._limit_bytes:
             raise statuses.resource_exhausted(
                 f"host buffers of this session would exceed {self._limit_bytes} bytes (host_buffer_limit_bytes)"
             ).error()
@@ -64,6 +90,10 @@ class HostBufferStore:
             return None
         del self._buffers[handle]
         self.bytes -= len(data)
+        if handle in self._results:
+            self._results.discard(handle)
+            self.result_bytes -= len(data)
+        self.on_taken()
         return data
 
     def forget(self, handle: int) -> None:
@@ -87,6 +117,7 @@ class HostBufferStore:
             return
         _, arrivals = self._watching.setdefault(handle, (time.monotonic() + self._timeout_seconds, []))
         arrivals.append(arrival)
+        self.on_wanted(handle)
 
     def when_here(self, handle: int, arrival: Arrival) -> None:
         """Call ``arrival`` with the buffer, which is not here yet, or with an error: that of the copy which was to
@@ -97,6 +128,7 @@ class HostBufferStore:
             return
         _, arrivals = self._waiting.setdefault(handle, (time.monotonic() + self._timeout_seconds, []))
         arrivals.append(arrival)
+        self.on_wanted(handle)
 
     def postpone(self, seconds: float) -> None:
         """Give everything that waits so much more time."""
@@ -105,13 +137,16 @@ class HostBufferStore:
                 table[handle] = (deadline + seconds, arrivals)
 
     def tick(self) -> None:
-        """Fail what waited too long."""
+        """Fail what waited too long while nothing came in."""
         now = time.monotonic()
+        if now < self._getting_on + self._timeout_seconds:
+            return
         late = [(t, h) for t in (self._waiting, self._watching) for h, (deadline, _) in t.items() if now >= deadline]
         for table, handle in late:
             _, arrivals = table.pop(handle)
             error = statuses.deadline_exceeded(
-                f"host buffer {handle} did not arrive within {self._timeout_seconds} s (host_buffer_timeout_seconds)"
+                f"host buffer {handle} did not arrive within {self._timeout_seconds} s, nor any other "
+                "(host_buffer_timeout_seconds)"
             )
             for arrival in arrivals:
                 arrival(error)
@@ -124,4 +159,6 @@ class HostBufferStore:
             for arrival in arrivals:
                 arrival(statuses.data_loss("the client went away"))
         self._buffers.clear()
-        self.bytes = 0
+        self._results.clear()
+        self.bytes = self.result_bytes = 0
+        self.on_taken()

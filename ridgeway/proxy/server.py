@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.protocol import callback_link, messages, versions
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import StatusError
@@ -23,8 +25,22 @@ TICK_SECONDS = 0.25
 PENDING_CALL_LIMIT = 1_000_000
 #: The same for calls that have waited so long: 30 by default, which a stopped (SIGSTOP) head may well exceed.
 PENDING_CALL_SECONDS = 3600
+#: What gRPC takes of a host buffer whose turn has not come. Left to itself it takes up to 4 MiB of each, of thousands.
+STREAM_WINDOW_BYTES = 256 << 10
 
 _GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _until(subscribe: Callable[[Callable[[], None]], None], timeout_seconds: float | None) -> None:
+    """Wait for a callback, or for the timeout."""
+    happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    subscribe(lambda: _set(happened))
+    await asyncio.wait([happened], timeout=timeout_seconds)
 
 
 class ProxyServer:
@@ -49,6 +65,7 @@ class ProxyServer:
             ("grpc.server.max_pending_requests", PENDING_CALL_LIMIT),
             ("grpc.server.max_pending_requests_hard_limit", PENDING_CALL_LIMIT),
             ("grpc.server_max_unrequested_time_in_server", PENDING_CALL_SECONDS),
+            ("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
         ])  # fmt: skip
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(messages.SERVICE_NAME, {
             "GetVersion": grpc.unary_unary_rpc_method_handler(self._get_version),
@@ -130,13 +147,14 @@ class ProxyServer:
         reason = "the client disconnected"
         try:
             async for data in requests:
+                crowded = self._crowded()
                 session.on_request(data)
                 if session.gate.full:
                     await self._until_room(session)
                 if overflow.is_set():
                     reason = "the client reads no responses (session_response_limit)"
                     break
-                await self._relieve()
+                await self._relieve(session, crowded)
                 if writer.done():
                     break
         except StatusError as error:
@@ -187,13 +205,20 @@ class ProxyServer:
         session.gate.when_room(room.set)
         await room.wait()
 
-    async def _relieve(self) -> None:
-        """Make this session wait while an executor has far too much unsent."""
-        limit = self._services.settings.link_buffer_limit_bytes
-        for executor in self._services.manager.slots:
-            if executor is not None and executor.link.unsent_bytes > limit:
-                # A lost executor's link is closed, which ends the wait: detection bounds it.
-                await executor.link.drain()
+    def _crowded(self) -> dict[ExecutorLink, int]:
+        """The executors that have far more to do than they have got to, and how much they were ordered."""
+        return {e: e.ordered for e in self._services.manager.slots if e is not None and e.backlog.is_full}
+
+    async def _relieve(self, session: Session, crowded_before: dict[ExecutorLink, int]) -> None:
+        """Make this session wait while an executor that its last request gave more has far too much to do, or while
+        far too many results wait to be taken by the client. Other sessions go on."""
+        for executor, ordered in self._crowded().items():
+            if crowded_before.get(executor) != ordered:
+                # An executor that gets nowhere is lost in time, which ends the wait.
+                await _until(executor.backlog.when_relieved, None)
+        if session.fetches_too_much:
+            # If the client does not take them it is its own memory limit that it runs into.
+            await _until(session.when_fetched, self._services.settings.host_buffer_timeout_seconds)
 
     def _session_by_number(self, number: int) -> Session | None:
         return self._services.sessions.get(number)
@@ -201,19 +226,32 @@ class ProxyServer:
     async def _store(self, requests: Any, context: Any) -> bytes:
         metadata = dict(context.invocation_metadata() or ())
         about = messages.GrpcHostBufferStoreMetadata.FromString(metadata.get(HOST_BUFFER_METADATA) or b"")
-        chunks, size = [], 0
-        limit = self._services.settings.host_buffer_limit_bytes
-        async for data in requests:
-            chunk = messages.GrpcHostBufferStoreRequest.FromString(data).data
-            size += len(chunk)
-            if size > min(limit, about.buffer_size):
-                await self._abort(context, statuses.invalid_argument(
-                    f"host buffer {about.handle}: more bytes than the {about.buffer_size} that were announced"))
-            chunks.append(chunk)
         session = self._session_by_number(about.session_id)
         if session is None:
             await self._abort(context, statuses.invalid_argument(f"there is no session {about.session_id}"))
             raise AssertionError("abort raises")
+        let_in = asyncio.get_running_loop().create_future()
+        number = session.uploads.ask(about.handle, about.buffer_size, lambda: _set(let_in))
+        try:
+            await let_in
+            await self._receive(session, about, requests, context)
+        finally:
+            if not session.uploads.forget(number):
+                session.uploads.ended(about.buffer_size)
+        return messages.GrpcHostBufferStoreResponse().SerializeToString()
+
+    async def _receive(self, session: Session, about: Any, requests: Any, context: Any) -> None:
+        chunks, size = [], 0
+        async for data in requests:
+            chunk = messages.GrpcHostBufferStoreRequest.FromString(data).data
+            size += len(chunk)
+            session.buffers.gets_on()
+            if size > about.buffer_size:
+                await self._abort(context, statuses.invalid_argument(
+                    f"host buffer {about.handle}: more bytes than the {about.buffer_size} that were announced"))
+            if session.ended:
+                await self._abort(context, statuses.invalid_argument(f"session {about.session_id} is over"))
+            chunks.append(chunk)
         if size != about.buffer_size:
             await self._abort(context, statuses.invalid_argument(
                 f"host buffer {about.handle}: {size} bytes arrived, {about.buffer_size} were announced"))
@@ -221,7 +259,6 @@ class ProxyServer:
             session.buffers.put(about.handle, chunks[0] if len(chunks) == 1 else b"".join(chunks))
         except StatusError as error:
             await self._abort(context, error.status)
-        return messages.GrpcHostBufferStoreResponse().SerializeToString()
 
     async def _abort(self, context: Any, status: statuses.Status) -> None:
         await context.abort(_GRPC_CODES[int(status.code)], status.message)

@@ -23,6 +23,7 @@ from ridgeway.proxy.python_calls import SessionPython
 from ridgeway.proxy.services import Services
 from ridgeway.proxy.suspension_gate import SuspensionGate
 from ridgeway.proxy.touching import slots_touched
+from ridgeway.proxy.uploads import Uploads
 
 SERVER_HANDLES_FROM = 1 << 40
 """Handles made here start far above those the client makes."""
@@ -90,6 +91,15 @@ class Session:
         self.buffers = HostBufferStore(
             services.settings.host_buffer_limit_bytes, services.settings.host_buffer_timeout_seconds
         )
+        self.uploads = Uploads(
+            services.settings.upload_window_bytes, services.settings.host_buffer_limit_bytes, self.buffers.is_wanted,
+            lambda: self.buffers.bytes - self.buffers.result_bytes,
+        )  # fmt: skip
+        self.buffers.on_wanted = self.uploads.wanted
+        self.buffers.on_taken = self._buffer_taken
+        self.fetching_bytes = 0
+        """of arrays that the client has asked for and that are on their way to the head"""
+        self._when_fetched: list[Callable[[], None]] = []
         self.callbacks = SessionCallbacks(services.callbacks, self.new_handle)
         self.python = SessionPython(services, number)
         self.gate = SuspensionGate(
@@ -229,6 +239,23 @@ class Session:
 
     # ---- life
 
+    def _buffer_taken(self) -> None:
+        self.uploads.look()
+        if self._when_fetched and not self.fetches_too_much:
+            waiting, self._when_fetched = self._when_fetched, []
+            for callback in waiting:
+                callback()
+
+    @property
+    def fetches_too_much(self) -> bool:
+        """Whether so many results wait for the client, or are on their way here, that it has to take some first."""
+        return self.fetching_bytes + self.buffers.result_bytes > self.services.settings.host_buffer_limit_bytes
+
+    def when_fetched(self, callback: Callable[[], None]) -> None:
+        """Call back when the client has taken enough results."""
+        self._when_fetched.append(callback)
+        self._buffer_taken()
+
     @property
     def bytes_described(self) -> int:
         """Host buffer bytes that the head holds for this session."""
@@ -266,6 +293,7 @@ class Session:
         self.callbacks.close()
         self.futures.clear()
         self.buffers.close()
+        self.uploads.close()
         self.services.session_ended(self, reason, held)
 
 

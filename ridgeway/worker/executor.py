@@ -113,7 +113,7 @@ class Executor:
             self.programs.sources.update(legacy.programs)
         self.renewal = Renewal(self, arguments.get("template_descriptor"))
         self._handlers: dict[str, Callable[..., None]] = {
-            "assign": self._assign,
+            "assign": self._assign, "reached": self._say_reached,
             "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,
             **buffer_orders.handlers, **self.programs.handlers, **persistence.handlers, **self.renewal.handlers,
             **SuspendOrders(self).handlers,
@@ -328,6 +328,10 @@ class Executor:
             runtime.abort(cause, self.heartbeat)
 
     # ---- orders: generations
+
+    def _say_reached(self, request: int, attached: list[bytearray]) -> None:
+        """The head paces those who run far ahead by this."""
+        self.reply(request)
 
     def _assign(self, slot: int, first_device: int, attached: list[bytearray]) -> None:
         self.first_device = first_device

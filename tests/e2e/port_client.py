@@ -106,6 +106,14 @@ class PortClient:
             return error.code()  # pyright: ignore[reportAttributeAccessIssue]
         return grpc.StatusCode.OK
 
+    def call_one(self, method: str, request: bytes) -> bool:
+        """Any other method with one message each way; whether it ended well."""
+        try:
+            self._channel.unary_unary(SERVICE + method)(request, timeout=30)
+        except grpc.RpcError:
+            return False
+        return True
+
     def close(self) -> None:
         """End the session."""
         self._outgoing.put(None)

@@ -1,5 +1,7 @@
 """Host buffers: bytes and the requests that name them may come in either order; nothing waits for ever."""
 
+import time
+
 import pytest
 
 from ridgeway.protocol.status import Code, Status, StatusError, data_loss
@@ -200,6 +202,32 @@ def test_who_waits_too_long_is_told_so() -> None:
     buffers.put(7, b"abc")
     buffers.put(8, b"abc")
     assert len(waiting.values) == len(watching.values) == 1
+
+
+def test_nobody_is_late_while_other_bytes_come_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    buffers = store(timeout_seconds=60.0)
+    arrivals = Arrivals()
+    buffers.when_here(7, arrivals)
+    for _ in range(5):
+        # Behind gigabytes of others on a slow network.
+        now += 50.0
+        buffers.gets_on()
+        buffers.tick()
+    assert arrivals.values == []
+    now += 60.0
+    buffers.tick()
+    assert arrivals.error().code is Code.DEADLINE_EXCEEDED
+
+
+def test_results_and_what_the_client_sends_are_counted_apart() -> None:
+    buffers = store(limit_bytes=10)
+    buffers.put_result(1, bytes(100))
+    buffers.put(2, bytes(10))
+    assert (buffers.bytes, buffers.result_bytes) == (110, 100)
+    buffers.forget(1)
+    assert (buffers.bytes, buffers.result_bytes) == (10, 0)
 
 
 def test_who_has_time_left_goes_on_waiting() -> None:

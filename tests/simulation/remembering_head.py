@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ridgeway.cluster.agent_link import AgentLink
+from ridgeway.cluster.backlog import Backlog
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import TICK_SECONDS, ResourceManager
 from ridgeway.cluster.topology import Topology
@@ -84,7 +85,7 @@ class Head:
         record = manager.membership.agents[agent].executor
         assert record is not None
         link = self.links[record.number] = RememberingLink()
-        executor = ExecutorLink(record.number, agent, link, "10.0.0.2", 7, 1)  # type: ignore[arg-type]
+        executor = ExecutorLink(record.number, agent, link, "10.0.0.2", 7, 1, Backlog(1 << 30, 1000))  # type: ignore[arg-type]
         effects = manager.membership.executor_joined(self.now, agent, record.number)
         manager.executors[record.number] = executor
         manager.apply(effects)

@@ -144,6 +144,9 @@ class SimulatedExecutor(BufferHolder):
 
     # ---- orders: generations
 
+    def _order_reached(self, request: int, attached: list[bytes]) -> None:
+        self.send(["reply", request])
+
     def _order_assign(self, slot: int, first_device: int, attached: list[bytes]) -> Any:
         self.first_device = first_device
         return self._leave()
