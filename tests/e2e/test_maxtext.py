@@ -10,6 +10,7 @@ from typing import Any
 import e2e_harness as harness
 import psutil
 import pytest
+from cluster_by_hand import ClusterByHand
 from e2e_harness import ROOT, Cluster, Place, Running
 
 from ridgeway.demo import dataset
@@ -39,9 +40,9 @@ def start_example(place: Place, cache: Path, name: str) -> tuple[Running, Path]:
     programs.mkdir(exist_ok=True)
     # What an installation puts on PATH.
     for command, module in (("ridgeway", ["-m", "ridgeway.cli.main"]), ("python", [])):
-        script = programs / command
-        script.write_text(f'#!/bin/sh\nexec {" ".join([sys.executable, *module])} "$@"\n')
-        script.chmod(0o755)
+        program = programs / command
+        program.write_text(f'#!/bin/sh\nexec {" ".join([sys.executable, *module])} "$@"\n')
+        program.chmod(0o755)
     output = place.folder / name
     run = place.start(
         [str(EXAMPLE)],
@@ -132,6 +133,72 @@ def test_losses_with_a_kill_equal_those_without(place: Place, cache: Path) -> No
     # Every one, those done twice included, both times.
     assert [(r.step, r.loss) for r in records if r.loss != expected[r.step]] == []
     place.assert_nothing_left()
+
+
+class Attempts:
+    """The steps in the log of a run, split where another number of slices begins."""
+
+    def __init__(self, run: Running):
+        self._run = run
+        self._lines = 0
+        self._found: list[tuple[int, list[int]]] = []
+
+    def __call__(self) -> list[tuple[int, list[int]]]:
+        """(slices, steps) so far."""
+        new = self._run.stderr[self._lines :]
+        self._lines += len(new)
+        for record in jobs.parse_steps("\n".join(new)):
+            slices = record.live_slices or 0
+            if not self._found or self._found[-1][0] != slices:
+                self._found.append((slices, []))
+            self._found[-1][1].append(record.step)
+        return self._found
+
+    def until(self, count: int, steps: int) -> None:
+        """Wait until so many numbers of slices have been seen, with so many steps on the last one."""
+
+        def there() -> bool:
+            assert self._run.process.poll() is None, self._run.describe()
+            found = self()
+            return len(found) == count and len(found[-1][1]) >= steps
+
+        harness.until(there, lambda: f"{self()}\n{self._run.describe()}", TRAINING_SECONDS)
+
+
+@pytest.mark.timeout(600)
+def test_resize_to_two_slices_and_back(place: Place, cache: Path) -> None:
+    """Replica-resize: on with two slices from the last checkpoint, up again at one when the third is back."""
+    data = dataset.build(place.folder / "data")
+    options = jobs.Options(
+        data.directory, place.folder / "out", steps=100_000, checkpoint_period=PERIOD, run_name="resize",
+        elastic_min_slice_count=2,
+    )  # fmt: skip
+    job = jobs.build(options)
+    job.metrics_file.parent.mkdir(parents=True)
+    place.environment["XDG_CACHE_HOME"] = str(cache)
+    by_hand = ClusterByHand(place, 3)
+    cluster = by_hand.cluster
+    before = cluster.wait_whole()
+    run = place.start(job.command, **(job.environment | cluster.environment()))
+    attempts = Attempts(run)
+    attempts.until(1, PERIOD + 4)
+    by_hand.lose(2)
+    attempts.until(2, 3)
+    # It joins while they train.
+    by_hand.start_worker(2)
+    attempts.until(3, 3)
+    (first, second, third) = attempts()
+    assert [slices for slices, _ in (first, second, third)] == [3, 2, 3]
+    marked = jobs.committed_steps(job.checkpoint_directory)
+    assert second[1][0] - 1 in marked and second[1][0] <= first[1][-1] + 1
+    assert third[1][0] - 1 in marked and third[1][0] <= second[1][-1] + 2
+    after = cluster.hosts()
+    for slot in ((0, 0), (1, 0)):
+        assert (after[slot].pid, after[slot].executor_pid) == (before[slot].pid, before[slot].executor_pid)
+        assert after[slot].restarts == 0
+    run.process.kill()
+    run.wait()
+    by_hand.end()
 
 
 def unmarked(checkpoints: Path) -> list[int]:
