@@ -1,6 +1,6 @@
 # Ridgeway. "make" alone lists what there is.
 #
-# Variables: PYTHON=python3.13 (which Python to set up with), PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS and SURVIVORS_ARGS (passed on),
+# Variables: PYTHON=python3.13 (which Python to set up with), PYTEST_ARGS, DEMO_ARGS, BENCH_ARGS and so on (passed on),
 # UPGRADE=1 (make lock: take newer versions).
 
 MAKEFLAGS += --no-builtin-rules
@@ -13,6 +13,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 SURVIVORS_ARGS ?=
 SOAK_ARGS ?=
+PERSISTENCE_ARGS ?=
 CONFORMANCE_ARGS ?=
 
 .PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors soak persistence conformance lock clean distclean
@@ -23,7 +24,7 @@ help: ## List these targets
 setup: ## Install everything into .venv (nothing to do when it is current)
 	@scripts/setup.sh
 
-demo: setup ## Train MaxText on 3 slices, kill a worker, watch the same process train on (minutes)
+demo: setup ## Train MaxText on 3 slices, kill a worker, watch the same process train on (one to two minutes)
 	@.venv/bin/ridgeway demo $(DEMO_ARGS)
 
 demo-full: setup ## The same on 3 slices x 4 hosts x 4 devices: 48 devices in 12 workers

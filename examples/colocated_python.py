@@ -5,7 +5,8 @@ passes through this process. When a worker is lost its object is lost with it, a
 
     ridgeway run --slices 2 --hosts-per-slice 1 --devices-per-host 2 -- python examples/colocated_python.py
 
-In a second shell: ``ridgeway kill slice=1``. Modules that the code imports must be installed on the workers, too.
+With ``--steps 1000 --pause-seconds 0.1`` there is time for ``ridgeway kill slice=1`` in a second shell. Modules that
+the code imports must be installed on the workers, too.
 """
 
 import argparse

@@ -10,7 +10,7 @@
 #
 #   ridgeway kill slice=2; ridgeway timeline
 #
-# Needs: pip install 'ridgeway[maxtext]'
+# Needs, in the environment that is active: pip install -e '.[maxtext]' (make setup does it)
 set -euo pipefail
 
 OUTPUT=${OUTPUT:-out/maxtext}

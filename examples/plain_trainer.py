@@ -3,6 +3,8 @@
 Through a cluster (the process that you start keeps running when a worker dies):
     ridgeway run --slices 3 --devices-per-host 2 -- python examples/plain_trainer.py --checkpoints /tmp/plain
 
+To see that, give it ``--steps 2000`` and, in a second shell while it trains: ``ridgeway kill slice=2``.
+
 The same file natively, without pathways or elasticity, gives the same losses:
     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=6 python examples/plain_trainer.py --checkpoints /tmp/native
 """

@@ -3,7 +3,7 @@
 The state never touches storage. Each slice's hosts keep their own replica (memory kind ``pinned_host``); when a
 slice is lost, slice 0 included, Orbax's `Snapshotter` puts the state together from those that are left.
 
-    ridgeway run --slices 3 --devices-per-host 2 --standby 1 -- python examples/snapshot_trainer.py
+    ridgeway run --slices 3 --devices-per-host 2 --standby 1 -- python examples/snapshot_trainer.py --steps 1000
     ridgeway kill slice=1           # in a second shell: at most --snapshot-period steps are done again
 
 With ``--minimum-slices 2`` training goes on with two slices and takes the third in when it is back. If every

@@ -63,13 +63,6 @@ def check_environment(environment: Mapping[str, str]) -> Finding:
     platforms = [name.strip() for name in environment.get("JAX_PLATFORMS", "").split(",")]
     if "proxy" not in platforms:
         return Finding(OK, "environment", "JAX_PLATFORMS does not ask for the proxy; `ridgeway run` sets it")
-    if environment.get(CREDENTIALS_VARIABLE, "").lower() not in ("true", "1"):
-        return Finding(
-            PROBLEM,
-            "environment",
-            f"JAX_PLATFORMS has proxy but {CREDENTIALS_VARIABLE} is not set, so jax's client cannot connect: "
-            f"export {CREDENTIALS_VARIABLE}=true",
-        )
     target = environment.get("JAX_BACKEND_TARGET", "")
     if not target.startswith("grpc://"):
         return Finding(
@@ -77,6 +70,21 @@ def check_environment(environment: Mapping[str, str]) -> Finding:
             "environment",
             f"JAX_PLATFORMS has proxy but JAX_BACKEND_TARGET is {target!r}: "
             "export JAX_BACKEND_TARGET=grpc://127.0.0.1:29000",
+        )
+    credentials = environment.get(CREDENTIALS_VARIABLE)
+    if credentials is None:
+        return Finding(
+            NOTE,
+            "environment",
+            f"JAX programs of this shell connect to {target}, but those of a Python without Ridgeway cannot: "
+            f"export {CREDENTIALS_VARIABLE}=true",
+        )
+    if credentials != "true":
+        return Finding(
+            PROBLEM,
+            "environment",
+            f"{CREDENTIALS_VARIABLE} is {credentials!r}, so jax's client cannot connect: "
+            f"export {CREDENTIALS_VARIABLE}=true",
         )
     return Finding(OK, "environment", f"JAX programs of this shell connect to {target}")
 
@@ -137,7 +145,7 @@ def check_ports(running: list[str]) -> list[Finding]:
         try:
             check_port_free("127.0.0.1", port, option)
         except CheckError as error:
-            level, why = (NOTE, f" (running: {', '.join(running)})") if running else (PROBLEM, "")
+            level, why = (NOTE, f" (maybe by a cluster of yours: {', '.join(running)})") if running else (PROBLEM, "")
             findings.append(Finding(level, "ports", f"{error}{why}"))
         else:
             findings.append(Finding(OK, "ports", f"{port} is free"))

@@ -95,11 +95,11 @@ def ports(function: Callable) -> Callable:
             help="Serve Prometheus metrics on this port; 0: any free one.  [default: none]",
         ),
         click.option(
-            "--cluster-port", type=port, default=DEFAULT_CLUSTER_PORT, show_default=True,
+            "--cluster-port", type=port, default=DEFAULT_CLUSTER_PORT, show_default=True, metavar="N",
             help="Port for workers and commands; 0: any free one.",
         ),
         click.option(
-            "--proxy-port", type=port, default=DEFAULT_PROXY_PORT, show_default=True,
+            "--proxy-port", type=port, default=DEFAULT_PROXY_PORT, show_default=True, metavar="N",
             help="Port for JAX programs; 0: any free one.",
         ),
     ):  # fmt: skip

@@ -81,10 +81,13 @@ def head(secret_file: Path | None, **values: Any) -> int:  # fmt: skip
     )
 
     def ready(record: Any) -> None:
+        known = f"--secret-file {secret_file}" if secret_file else "and the same RIDGEWAY_CLUSTER_SECRET"
         print_line(
             f"waiting for {shape.slots} workers: ridgeway worker --head HOST:{record.cluster_port} "
-            "--slice S --host H --secret-file PATH"
+            f"--slice S --host H {known}"
         )
+        if values["cluster_host"] in ("127.0.0.1", "localhost", "::1"):
+            print_line(f"only workers of this host reach {values['cluster_host']}; for others: --cluster-host 0.0.0.0")
 
     return asyncio.run(serve(local, print_line, ready))
 
@@ -141,6 +144,6 @@ def demo(full: bool, arguments: tuple[str, ...]) -> int:
         demonstration = importlib.import_module("ridgeway.demo.demo")
     except ImportError as error:
         raise click.ClickException(
-            f"the demo needs {error.name}; install it with: {sys.executable} -m pip install 'ridgeway[maxtext]'"
+            f"the demo needs {error.name}; in Ridgeway's folder: {sys.executable} -m pip install -e '.[maxtext]'"
         ) from None
     return demonstration.main(full, list(arguments))

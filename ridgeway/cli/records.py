@@ -114,7 +114,9 @@ def _draw(events: list[dict[str, Any]], png: Path) -> None:
 @click.option("--slice", "slice_index", type=click.IntRange(0), metavar="S", help="The workers of this slice.")
 @click.option("--host", type=click.IntRange(0), metavar="H", help="With --slice: of this host.")
 @click.option("--head", is_flag=True, help="The head.")
-@click.option("--lines", type=click.IntRange(0), default=200, show_default=True, help="Last lines; 0: all.")
+@click.option(
+    "--lines", type=click.IntRange(0), default=200, show_default=True, metavar="N", help="Last lines; 0: all."
+)
 @click.option("--follow", "-f", is_flag=True, help="Go on with those to come, until the cluster ends.")
 def logs(name: str | None, slice_index: int | None, host: int | None, head: bool, lines: int, follow: bool) -> int:
     """Show the logs of the head and the workers (of all, if none is chosen)."""

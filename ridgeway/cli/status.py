@@ -89,7 +89,7 @@ def show(state: dict[str, Any]) -> None:
             f"for {_duration(session['age_seconds'])}"
         )
         if session.get("goodput"):
-            console.print(f"  {goodput.describe(session['goodput'])}")
+            console.print(f"  {goodput.describe(session['goodput'])}", soft_wrap=True)
     cache = state.get("compile_cache") or {}
     line = f"compile cache: {cache.get('hits', 0)} hits, {cache.get('misses', 0)} misses"
     if cache.get("folder"):

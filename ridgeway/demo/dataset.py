@@ -291,7 +291,7 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = module.partition(".")[0]
-        raise DatasetError(f"{missing} is missing; install it with: pip install 'ridgeway[maxtext]'") from error
+        raise DatasetError(f"{missing} is missing; in Ridgeway's folder: pip install -e '.[maxtext]'") from error
 
 
 def _train_tokenizer(records: Sequence[str], vocabulary_size: int) -> tuple[bytes, int]:

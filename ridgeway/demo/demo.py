@@ -126,12 +126,18 @@ async def run(options: Options, console: Console) -> int:
     "--jsonl", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Train on the text of this file."
 )
 @click.option(
-    "--standby", type=click.IntRange(0), default=1, show_default=True,
+    "--standby", type=click.IntRange(0), default=1, show_default=True, metavar="N",
     help="Workers that wait, ready, to take a dead one's place; 0 shows a cold replacement.",
 )  # fmt: skip
-@click.option("--kill-slice", type=click.IntRange(0), default=2, show_default=True, help="Whose worker is killed.")
-@click.option("--kill-host", type=click.IntRange(0), help="Which of its workers.  [default: chosen by the seed]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of when, and which worker, is killed.")
+@click.option(
+    "--kill-slice", type=click.IntRange(0), default=2, show_default=True, metavar="S", help="Whose worker is killed."
+)
+@click.option(
+    "--kill-host", type=click.IntRange(0), metavar="H", help="Which of its workers.  [default: chosen by the seed]"
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, metavar="N", help="Chooses when and which worker is killed."
+)
 @click.option("--cluster", default=CLUSTER_NAME, show_default=True, metavar="NAME", help="Name of the cluster.")
 def command(
     full: bool,

@@ -130,7 +130,7 @@ def maxtext_base_config() -> Path:
         path = Path(location) / "configs" / "base.yml"
         if path.is_file():
             return path
-    raise JobError("MaxText is not installed; install it with: pip install 'ridgeway[maxtext]'")
+    raise JobError("MaxText is not installed; in Ridgeway's folder: pip install -e '.[maxtext]'")
 
 
 def _check(options: Options) -> None:

@@ -160,8 +160,8 @@ class ProxyServer:
         except StatusError as error:
             reason = error.status.message
             await context.abort(_GRPC_CODES[int(error.status.code)], error.status.message)
-        except (asyncio.CancelledError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            reason = f"the client's connection ended ({type(error).__name__})"
+        except (asyncio.CancelledError, grpc.aio.AioRpcError, grpc.aio.UsageError):
+            reason = "the client's connection ended"
             raise
         finally:
             session.end(reason)

@@ -126,15 +126,15 @@ def describe(report: Mapping[str, Any]) -> str:
 
 def render(goodput: Goodput) -> Group:
     """A table for people."""
-    state = "ended" if goodput.ended else "so far"
+    state = "(ended)" if goodput.ended else "so far"
     head = f"Session {goodput.session}: goodput {100 * goodput.goodput:.0f} % of {goodput.wall_seconds:.1f} s {state}"
-    steps = f"{goodput.steps} steps"
+    steps = _count(goodput.steps, "step")
     if goodput.step_program and goodput.step_seconds is not None:
         steps += f" of {goodput.step_program}, {goodput.step_seconds:.3f} s each"
     if goodput.repeated_steps:
         steps += f"; {goodput.repeated_steps} of them done again after a loss"
     counts = f"{_count(goodput.saves, 'save')}, {_count(goodput.recoveries, 'recovery', 'recoveries')}"
-    compiled = f"{goodput.compile_misses} programs compiled, {goodput.compile_hits} from the cache"
+    compiled = f"{_count(goodput.compile_misses, 'program')} compiled, {goodput.compile_hits} from the cache"
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
     table.add_column("spent on", "wall clock", min_width=30)
     table.add_column("seconds", f"{goodput.wall_seconds:.3f}", justify="right", no_wrap=True)

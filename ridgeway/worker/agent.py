@@ -340,15 +340,18 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ridgeway worker",
         allow_abbrev=False,
         description="Join a cluster as one host. The cluster's secret is taken from --secret-file or from "
-        f"{SECRET_VARIABLE}.",
+        f"{SECRET_VARIABLE}; shape and settings come from the head.",
     )
     parser.add_argument("--head", required=True, metavar="HOST:PORT", help="cluster address of the head")
     parser.add_argument("--slice", type=int, metavar="S", help="its slice; without it any free place")
     parser.add_argument("--host", type=int, metavar="H", help="its number within the slice")
     parser.add_argument("--standby", action="store_true", help="wait, ready, for a place that becomes free")
-    parser.add_argument("--address", metavar="A", help="address at which other workers reach this host")
+    parser.add_argument(
+        "--address", metavar="A",
+        help="address at which other workers reach this host (default: its own on the way to the head)",
+    )  # fmt: skip
     parser.add_argument("--secret-file", metavar="PATH", help="file with the cluster's secret (mode 0600)")
-    parser.add_argument("--launch-id", default="", help="name that the launcher knows this process by")
+    parser.add_argument("--launch-id", default="", metavar="ID", help="name that the launcher knows this process by")
     parser.add_argument(
         "--connect-timeout-seconds", type=float, default=DEFAULT_CONNECT_TIMEOUT_SECONDS, metavar="N",
         help="how long to try to reach the head (default %(default)g)",

@@ -44,9 +44,11 @@ def test_jax(jax: str | None, jaxlib: str, level: str) -> None:
 def test_environment() -> None:
     assert doctor.check_environment({}).level == doctor.OK
     assert doctor.check_environment({"JAX_PLATFORMS": "cpu"}).level == doctor.OK
-    missing = doctor.check_environment(PROXY)
-    assert missing.level == doctor.PROBLEM
-    assert "export IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true" in missing.text
+    for value, level in ((None, doctor.NOTE), ("false", doctor.PROBLEM), ("", doctor.PROBLEM)):
+        given = {} if value is None else {"IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": value}
+        missing = doctor.check_environment({**PROXY, **given})
+        assert missing.level == level
+        assert "export IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true" in missing.text
     assert doctor.check_environment({**PROXY, **CREDENTIALS}).level == doctor.OK
     both = {**PROXY, **CREDENTIALS, "JAX_PLATFORMS": "proxy,cpu"}
     assert doctor.check_environment(both).level == doctor.OK
@@ -92,7 +94,7 @@ def test_memory() -> None:
 
 
 def test_the_command(world: World) -> None:
-    code, output, _ = world.call("doctor", **PROXY)
+    code, output, _ = world.call("doctor", **PROXY, IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS="false")
     assert code == 1 and "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS" in output
     code, output, _ = world.call("doctor", "--settings", RIDGEWAY_PROBE_HOLD_SECONDS="2.5")
     assert code == 0 and "probe_hold_seconds=2.5" in output.splitlines()

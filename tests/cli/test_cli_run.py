@@ -104,7 +104,8 @@ def test_ctrl_c_in_a_terminal(world: World, insist: bool) -> None:
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(status) == (128 + signal.SIGTERM if insist else 3)
-    assert b"press it 3 times" in shown
+    if insist:  # Otherwise the command may have ended before there was time to say so.
+        assert b"press it 3 times" in shown
     world.assert_nothing_left()
 
 

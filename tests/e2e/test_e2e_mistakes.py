@@ -1,4 +1,4 @@
-"""What people get wrong, against a cluster that runs: one line that says what to do, exit code 2, nothing left."""
+"""What people get wrong, against a cluster that runs: one line that says what to do, an exit code, nothing left."""
 
 import importlib.metadata
 import re
@@ -12,6 +12,7 @@ from ridgeway.protocol import messages, versions
 from ridgeway.protocol.status import RETRIED_CODES
 from ridgeway.protocol.versions import ProxyVersion
 from ridgeway.transport import blocking_link
+from ridgeway.worker.agent_core import EXIT_PLACE_TAKEN, EXIT_REFUSED
 from ridgeway.worker.process_identity import hello_versions
 
 pytestmark = harness.MARKS
@@ -44,14 +45,16 @@ def test_a_port_that_another_cluster_has(cluster: Cluster, place: Place, option:
     place.assert_nothing_left()
 
 
-def refused_worker(cluster: Cluster, place: Place, secret: str, *arguments: str, **environment: str) -> str:
+def refused_worker(
+    cluster: Cluster, place: Place, secret: str, *arguments: str, exit_code: int = EXIT_REFUSED, **environment: str
+) -> str:
     """The one line with which a worker that must not join ends."""
     before = cluster.hosts()
     worker = place.ridgeway(
         "worker", "--head", f"127.0.0.1:{cluster.record.cluster_port}", *arguments,
         RIDGEWAY_CLUSTER_SECRET=secret, **environment,
     )  # fmt: skip
-    assert worker.wait() == 2, worker.describe()
+    assert worker.wait() == exit_code, worker.describe()
     assert worker.stdout == [] and len(worker.stderr) == 1, worker.describe()
     place.assert_nothing_left()
     assert cluster.hosts() == before
@@ -75,7 +78,8 @@ def test_a_worker_with_another_secret(cluster: Cluster, place: Place) -> None:
 
 
 def test_a_worker_for_a_place_that_is_taken(cluster: Cluster, place: Place) -> None:
-    line = refused_worker(cluster, place, cluster.record.secret, "--slice", "1", "--host", "0")
+    taken = ("--slice", "1", "--host", "0")
+    line = refused_worker(cluster, place, cluster.record.secret, *taken, exit_code=EXIT_PLACE_TAKEN)
     assert "slice 1 host 0 is taken" in line and "choose another slot or --standby" in line
     line = refused_worker(cluster, place, cluster.record.secret)
     assert "all 3 host slots of this 3x1x2 cluster are taken; start it with --standby" in line
@@ -114,14 +118,14 @@ def test_a_client_whose_protocol_window_does_not_overlap(cluster: Cluster) -> No
     assert f"Use jax {versions.SUPPORTED_JAX}" in details and "\n" not in details
 
 
-def test_a_program_without_the_credentials_variable(cluster: Cluster) -> None:
-    # The program itself would fail only after two minutes of trying to connect (jaxlib 0.12).
-    environment = cluster.environment()
-    del environment["IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS"]
+def test_a_program_with_credentials_that_the_proxy_does_not_have(cluster: Cluster) -> None:
+    # The program itself would fail only after two minutes of trying to connect (jaxlib 0.12). Where the variable is not
+    # set at all, Ridgeway's plugin sets it.
+    environment = {**cluster.environment(), "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS": "false"}
     code, output, _ = cluster.place.call("doctor", **environment)
     assert code == 1
     [line] = [line for line in output.splitlines() if line.startswith("PROBLEM")]
-    assert "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS is not set" in line
+    assert "IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS is 'false'" in line
     assert "export IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true" in line
 
 

@@ -67,7 +67,7 @@ def test_the_table() -> None:
     text = render(recorded().done())
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "Recovery 1: " in text
-    assert "Session 1: goodput 60 % of 100.0 s ended" in text
+    assert "Session 1: goodput 60 % of 100.0 s (ended)" in text
     assert "720 steps of jit_train_step, 0.100 s each; 120 of them done again after a loss" in text
     assert "6 saves, 1 recovery; 21 programs compiled, 3 from the cache" in text
     assert "Session 2: goodput 55 % of 110.0 s so far" in text
