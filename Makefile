@@ -15,11 +15,13 @@ SURVIVORS_ARGS ?=
 SOAK_ARGS ?=
 PERSISTENCE_ARGS ?=
 CONFORMANCE_ARGS ?=
+VERSIONS_ARGS ?=
 
-.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors soak persistence conformance lock clean distclean
+.PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors soak persistence conformance versions \
+	reshard-memory lock clean distclean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Install everything into .venv (nothing to do when it is current)
 	@scripts/setup.sh
@@ -58,6 +60,12 @@ conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of the
 	@test -n "$(JAX_TESTS)" || { echo "say where JAX's test files are: make conformance JAX_TESTS=<folder>" >&2; exit 2; }
 	$(PY) -m conformance.run --jax-tests $(JAX_TESTS) --topology 1x1x8 --topology 1x4x2 --topology 2x2x2 \
 		--output docs/results/conformance.md $(CONFORMANCE_ARGS)
+
+versions: setup ## A part of the tests with the oldest and newest supported jax, on Python 3.12 and 3.13 (downloads; an hour)
+	$(PY) -m conformance.versions --output docs/results/versions.md $(VERSIONS_ARGS)
+
+reshard-memory: setup ## Move 1 GiB between slices; the head's memory must stay flat
+	$(PY) -m benchmarks.reshard_memory --output docs/results/reshard_memory.json
 
 lock: ## Make requirements/locked.txt anew from pyproject.toml
 	@scripts/lock.sh

@@ -153,6 +153,25 @@ def reap_adopted(own_child: int | None) -> list[int]:
         ended.append(found.si_pid)
 
 
+def reset_peak_memory(pid: int) -> bool:
+    """Let `peak_memory_bytes` count from now on (Linux); False if that cannot be done."""
+    try:
+        with open(f"/proc/{pid}/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_bytes(pid: int) -> int:
+    """The most memory that was resident at a time (Linux); 0 if the process is gone."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration, IndexError, ValueError):
+        return 0
+
+
 def memory_bytes(pid: int) -> int:
     """Resident memory of a process; 0 if it is gone."""
     try:

@@ -71,6 +71,12 @@ class Settings:
     """One compilation."""
     compile_attempts: int = 3
     """How often a program is compiled again after the compiler process died, before it is called a bug."""
+    program_crash_limit: int = 3
+    """How often an executor may crash in a program before that is called a bug and refused."""
+    program_crash_window_seconds: float = 3600.0
+    """How long a crash counts, and a refusal lasts."""
+    loss_explanation_seconds: float = 0.2
+    """How long the answer to the client waits for the agent to say how a lost executor ended."""
     handshake_timeout_seconds: float = 5.0
     """Authentication and hello of a new connection to the head."""
     orphan_policy: str = "exit"
@@ -91,12 +97,25 @@ class Settings:
     """Bytes of host buffers that may wait on the head for one session, in each direction, before it is made to wait."""
     upload_window_bytes: int = 64 << 20
     """Host buffers that one session sends to the head at a time; a larger one comes alone."""
+    large_transfer_folder: str = ""
+    """Where a client on the head's machine leaves large host buffers as files; empty: what the client's own variable
+    ``IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_DIRECTORY`` says in the head's environment."""
     compile_cache_limit_bytes: int = 4 << 30
     """Size of the persistent compile cache."""
     goodput_report_seconds: float = 10.0
     """How often it is recorded what a session's time was spent on (event `goodput`), if that has changed."""
     event_limit: int = 100_000
     """Events kept in the head's memory (all of them go to the event file)."""
+    profile_limit_seconds: float = 600.0
+    """How long an executor records a profile that nobody stops."""
+    profile_stop_seconds: float = 60.0
+    """How long the head waits for the executors' traces when a profile is stopped."""
+    profile_limit_bytes: int = 256 << 20
+    """The largest trace that an executor sends."""
+    profile_total_limit_bytes: int = 1 << 30
+    """All executors' traces of one profile, which the head holds until they are fetched."""
+    profile_request_limit: int = 200_000
+    """Requests and events shown in the proxy's part of a profile."""
     spare_rendezvous_services: int = 2
     """Key-value services kept ready for the next generations."""
     device_memory_limit_bytes: int = 0

@@ -1,8 +1,8 @@
 """What runs in the user's process beside jax: found by jax through the entry point group ``jax_plugins``.
 
 A stock client without it works too, but for host callbacks (`jax.pure_callback`, `jax.experimental.io_callback`,
-`jax.debug.print` and their like).  jax imports this in every process that has Ridgeway installed, so it does nothing
-unless the ``proxy`` platform is asked for.
+`jax.debug.print` and their like) and for the cluster's part of what `jax.profiler` records.  jax imports this in every
+process that has Ridgeway installed, so it does nothing unless the ``proxy`` platform is asked for.
 """
 
 
@@ -11,7 +11,8 @@ def initialize() -> None:
     import jax
 
     if "proxy" in (jax.config.jax_platforms or "").split(","):
-        from ridgeway.client import backend, host_callbacks
+        from ridgeway.client import backend, host_callbacks, profiler_plugin
 
         backend.register()
         host_callbacks.install()
+        profiler_plugin.install()

@@ -164,10 +164,11 @@ class Connections:
             heartbeats.cancel()
             manager.apply(manager.membership.agent_closed(manager.clock(), number, description))
 
-    def _process_exited(self, agent: AgentLink, role: str, number: int, code: int) -> None:
+    def _process_exited(
+        self, agent: AgentLink, role: str, number: int, code: int, running: list[list[str]] | None = None
+    ) -> None:
         if agent.slot is not None and role == "executor":
-            text = f"executor killed by signal {-code}" if code < 0 else f"executor exited with code {code}"
-            self._manager.explain_loss(agent.slot, text, number)
+            self._manager.executor_exited(agent.slot, number, code, [(p, n) for p, n in running or ()])
         elif role == "python":
             self._manager.pythons.exited(number, code)
 
@@ -249,6 +250,9 @@ class Connections:
             case "callback":
                 _, number, token, shapes = message
                 manager.on_host_callback(executor, number, token, shapes, buffers[0])
+            case "profile_data":
+                _, number, start, problem = message
+                manager.on_profile_data(executor, number, start, problem, buffers[0] if buffers else b"")
             case "transfer_failed":
                 _, token, code, text, target = message
                 receiver = manager.pythons.get(-target) if target < 0 else manager.executors.get(target)

@@ -15,12 +15,15 @@ from ridgeway.cluster import membership as membership_machine
 from ridgeway.cluster.agent_link import AgentLink
 from ridgeway.cluster.compilers import CompilerPool
 from ridgeway.cluster.executor_link import ExecutorLink
+from ridgeway.cluster.explanations import Explanations
+from ridgeway.cluster.program_crashes import ProgramCrashes, program_of
 from ridgeway.cluster.python_processes import PythonProcesses
 from ridgeway.cluster.rendezvous import Rendezvous
 from ridgeway.cluster.renewals import Renewals
 from ridgeway.cluster.slice_hold import Ended, SliceHold, SliceHolds
 from ridgeway.cluster.suspender import Suspender
 from ridgeway.cluster.topology import Topology
+from ridgeway.processes import describe_exit
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.settings import Settings
@@ -90,6 +93,10 @@ class ResourceManager:
         self.suspender = Suspender(self, scratch_folder)
         self.renewals = Renewals(clock, emit, self._is_engaged, self.slot_names)
         self.compilers.is_awaited = lambda: bool(self.suspender.slots)
+        self.crashes = ProgramCrashes(
+            settings.program_crash_limit, settings.program_crash_window_seconds, settings.membership_settle_seconds
+        )
+        self.explanations = Explanations(settings.loss_explanation_seconds)
         self.agents: dict[int, AgentLink] = {}
         self.executors: dict[int, ExecutorLink] = {}
         self.slots: list[ExecutorLink | None] = [None] * topology.slots
@@ -98,6 +105,10 @@ class ResourceManager:
         self.epoch = 0
         """Changes whenever a slot's executor does."""
         self.on_loss: list[Callable[[ExecutorLink], None]] = []
+        self.on_activation: list[Callable[[ExecutorLink], None]] = []
+        """Called with each executor that takes a slot."""
+        self.on_profile_data: Callable[[ExecutorLink, int, int, str, bytes], None] = lambda *_: None
+        """Called with executor, profile, start, problem and trace when an executor has recorded one."""
         self.on_host_callback: Callable[[ExecutorLink, int, int, list[list[int]], bytes], None] = lambda *_: None
         """Called with executor, callback, token, and the operands' shapes and bytes when a program calls back."""
         self.on_generation: list[Callable[[list[ExecutorLink]], None]] = []
@@ -423,6 +434,7 @@ class ResourceManager:
                     agent_link = self.agents.pop(number, None)
                     if agent_link is not None:
                         agent_link.close()
+                    self.explanations.agent_gone(number)
                     self.compilers.remove_agent(number)
                     self.pythons.agent_lost(number, reason)
                 case membership_machine.Welcome() | membership_machine.Refuse():
@@ -436,6 +448,8 @@ class ResourceManager:
         self.generations.add(number)
         self.slots[slot] = link
         self.epoch += 1
+        for callback in self.on_activation:
+            callback(link)
 
     def _lose(self, number: int, slot: int, loss: membership_machine.Loss) -> None:
         suspended = self.suspender.take_lost(slot)
@@ -450,6 +464,9 @@ class ResourceManager:
         self._last_loss[slot] = status
         self.holds.lost(self.clock(), self.topology.slice_of_slot(slot))
         self.renewals.forget(number)
+        self.crashes.lost(self.clock(), number)
+        if not loss.deadline and link.agent in self.agents:
+            self.explanations.wait(self.clock(), number, link.agent)
         for generation in self.generations.generations.values():
             if number in generation.members and not generation.aborted and number in generation.remaining:
                 self._causes.setdefault(generation.number, status)
@@ -492,6 +509,17 @@ class ResourceManager:
             self._last_loss[slot] = Status(last.code, f"{last.message} ({description})")
             self._spans_epoch = -1
 
+    def executor_exited(self, slot: int, executor: int, code: int, running: list[tuple[str, str]]) -> None:
+        """How a lost executor's process ended, and the programs (with names) that it was running."""
+        text = f"executor {describe_exit(code)}"
+        if running:
+            names = list(dict.fromkeys(name for _, name in running))
+            text += f" while it ran {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if names[3:] else "")
+        programs = [(program_of(program), name) for program, name in running]
+        self.crashes.exited(executor, code, programs)
+        self.explain_loss(slot, text, executor)
+        self.explanations.explain(executor, text)
+
     # ---- time
 
     def forgive(self, seconds: float) -> None:
@@ -518,6 +546,9 @@ class ResourceManager:
         self._hand_out_services()
         self.pythons.tick(now)
         self.suspender.tick(now)
+        self.explanations.tick(now)
+        for name, count in self.crashes.tick(now):
+            self.emit("program_refused", program=name, crashes=count)
         for link in self.executors.values():
             link.flush_frees()
         self._finish(self.holds.due(now, self.membership.slice_is_joining))

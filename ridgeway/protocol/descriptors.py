@@ -31,7 +31,7 @@ _LIBRARY_NAME = "libjax_common.so"
 #: Files whose messages, with all they depend on, go into the pool.
 _ROOT_PREFIXES = (
     "xla/python/ifrt", "xla/python/pjrt_ifrt/", "xla/pjrt/proto/", "xla/pjrt/distributed/protocol.proto",
-    "xla/service/hlo.proto",
+    "xla/service/hlo.proto", "tsl/profiler/protobuf/",
 )  # fmt: skip
 
 #: Messages without which no session can be served.
@@ -50,7 +50,7 @@ REQUIRED_MESSAGES = (
     "xla.ifrt.proxy.IfrtResponse",
 )
 
-_CACHE_MAGIC = b"ridgeway descriptors 1\n"
+_CACHE_MAGIC = b"ridgeway descriptors 3\n"
 
 
 class DescriptorError(RuntimeError):

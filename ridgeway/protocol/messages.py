@@ -71,6 +71,10 @@ LayoutProto: Any
 OpSharding: Any
 XlaShapeProto: Any
 
+# The profiler's: what a trace consists of, and what it is asked for.
+ProfileOptions: Any
+XSpace: Any
+
 #: Full name of the gRPC service.
 SERVICE_NAME = "xla.ifrt.proxy.GrpcIfrtService"
 
@@ -140,6 +144,8 @@ _FULL_NAMES: dict[str, str] = {
     },
     "XlaShapeProto": "xla.ShapeProto",
     "StatusProto": "tensorflow.StatusProto",
+    "ProfileOptions": "tensorflow.ProfileOptions",
+    "XSpace": "tensorflow.profiler.XSpace",
     "StringArrayContents": "xla.ifrt.proto.StringArrayContents",
 }
 

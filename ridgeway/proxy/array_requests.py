@@ -412,11 +412,17 @@ def copy_to_host_buffer(session: Session, request: Any, response: Any, later: La
 
     def fetched(error: Status | None, data: bytes) -> None:
         session.fetching_bytes -= size
-        if error is not None:
-            session.buffers.fail(handle, error)
-        elif not session.ended:
-            session.buffers.put_result(handle, data)
-        answer(error)
+        if error is None:
+            if not session.ended:
+                session.buffers.put_result(handle, data)
+            answer(None)
+            return
+
+        def failed(explained: Status) -> None:
+            session.buffers.fail(handle, explained)
+            answer(explained)
+
+        session.services.manager.explanations.when_explained(error, failed)
 
     size = dtypes.array_bytes(array.kind, array.shape)
     session.fetching_bytes += size

@@ -120,7 +120,8 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         """Start an execution; ``done`` is called when it is complete everywhere. Arguments in ``kept`` are not
         donated even if the program would."""
-        problem: Status | None = None
+        refused = self.manager.crashes.refused
+        problem = refused.get(executable.key) if refused else None
         hold = None
         for argument in arguments:
             hold = hold or argument.held

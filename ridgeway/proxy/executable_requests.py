@@ -324,7 +324,9 @@ def loaded_executable_is_deleted(session: Session, request: Any, response: Any, 
 
 
 def loaded_executable_destruct(session: Session, request: Any, response: Any, later: Later) -> None:
-    session.plugin_programs.pop(request.loaded_executable_handle, None)
+    program = session.plugin_programs.pop(request.loaded_executable_handle, None)
+    if program is not None:
+        plugin_programs.close(program, session)
     session.python.drop(request.loaded_executable_handle)
     executable = session.executables.pop(request.loaded_executable_handle, None)
     if executable is not None:

@@ -55,7 +55,8 @@ class Executable:
         self.assignment = assignment
         self.devices = tuple(device for row in assignment for device in row)
         self.name: str = compiled.metadata["name"]
-        self.program = f"{compiled.key[:32]}@{hashlib.sha256(repr(assignment).encode()).hexdigest()[:16]}"
+        self.key = compiled.key[:32]
+        self.program = f"{self.key}@{hashlib.sha256(repr(assignment).encode()).hexdigest()[:16]}"
         if self.callbacks:
             # Nobody else's: what it calls belongs to this session.
             self.program += "#" + ",".join(str(callback.number) for callback in self.callbacks.values())

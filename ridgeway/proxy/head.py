@@ -73,7 +73,9 @@ class Head:
         platform = f"cpu jaxlib {self.versions['jaxlib']} ridgeway {self.versions['ridgeway']} {os.uname().machine}"
         cache = CompileCache(options.cache_folder, self.settings.compile_cache_limit_bytes)
         self.programs = Programs(self.manager, cache, platform, self.events.emit)
-        self.services = Services(self.manager, self.programs, self.settings, self.events.emit, self.versions)
+        self.services = Services(
+            self.manager, self.programs, self.settings, self.events.emit, self.events.subscribe, self.versions
+        )
         self.events.subscribe(self.services.observer.on_event)
         for module in (array_requests, executable_requests, cluster_requests):
             self.services.handlers.update(module.HANDLERS)

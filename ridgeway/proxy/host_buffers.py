@@ -68,8 +68,11 @@ class HostBufferStore:
         self._tell_watchers(handle, data)
 
     def fail(self, handle: int, error: Status) -> None:
-        """The buffer that the client asked for will not come: who looks it up gets the error."""
+        """The buffer will not come: whoever waits for it, or looks it up, gets the error."""
         self.take(handle)
+        _, waiting = self._waiting.pop(handle, (0.0, []))
+        for arrival in waiting:
+            arrival(error)
         self._buffers[handle] = error
         self._tell_watchers(handle, error)
 

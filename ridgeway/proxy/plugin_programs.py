@@ -12,6 +12,7 @@ from ridgeway.protocol import messages, shardings
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.shardings import Sharding
 from ridgeway.protocol.status import StatusError
+from ridgeway.proxy import profiling
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.dispatch import Done
 from ridgeway.proxy.persistence import ReadProgram, WriteProgram, parse_read, parse_write
@@ -35,7 +36,7 @@ class PluginProgram(Protocol):
         the first error.
 
         Raises:
-          StatusError: the arguments do not fit.
+          StatusError: the arguments do not fit; ``done`` is not called.
         """
         ...
 
@@ -74,6 +75,7 @@ _KINDS: dict[str, Callable[[Any], PluginProgram]] = {
     "persistenceReadRequest": lambda body: ReadProgram([parse_read(body)]),
     "bulk_persistence_write_request": lambda body: WriteProgram([parse_write(each) for each in body["write_requests"]]),
     "bulk_persistence_read_request": lambda body: ReadProgram([parse_read(each) for each in body["read_requests"]]),
+    profiling.REQUEST_KIND: profiling.ProfileProgram,
 }
 
 
@@ -81,7 +83,8 @@ def parse(data: bytes) -> PluginProgram:
     """The program in a serialized `PluginProgram`.
 
     Raises:
-      StatusError: INVALID_ARGUMENT, it cannot be read; UNIMPLEMENTED, a kind of request that is not known here.
+      StatusError: INVALID_ARGUMENT, it cannot be read, or is of a kind that is not known here (pathwaysutils' tests
+        expect this code for it).
     """
     try:
         [(kind, body)] = json.loads(data.removeprefix(_PREFIX)).items()
@@ -89,7 +92,7 @@ def parse(data: bytes) -> PluginProgram:
         raise statuses.invalid_argument("Bad PluginProgram: not a JSON object with one member").error() from None
     make = _KINDS.get(kind)
     if make is None:
-        raise statuses.unimplemented(
+        raise statuses.invalid_argument(
             f"Bad PluginProgram: requests of kind {kind!r} are not supported; known: {', '.join(_KINDS)}"
         ).error()
     try:
@@ -98,6 +101,12 @@ def parse(data: bytes) -> PluginProgram:
         raise
     except Exception as error:
         raise statuses.invalid_argument(f"Bad PluginProgram: {kind}: {error!r}").error() from None
+
+
+def close(program: PluginProgram, session: "Session") -> None:
+    """The client has dropped a program, or is gone."""
+    if isinstance(program, profiling.ProfileProgram):
+        program.close(session)
 
 
 def _sharding(entry: Any) -> Sharding:

@@ -2,17 +2,20 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import os
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from ridgeway.cluster.executor_link import ExecutorLink
-from ridgeway.protocol import callback_link, messages, versions
+from ridgeway.protocol import callback_link, messages, profile_link, versions
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import StatusError
 from ridgeway.proxy.host_callbacks import CallbackStream
+from ridgeway.proxy.large_transfers import LargeTransfers, folder_from
 from ridgeway.proxy.services import Services
 from ridgeway.proxy.session import Session
 
@@ -48,6 +51,9 @@ class ProxyServer:
 
     def __init__(self, services: Services):
         self._services = services
+        self._large_transfers = LargeTransfers(
+            folder_from(services.settings.large_transfer_folder, os.environ), services.sessions.__contains__
+        )
         self._session_numbers = itertools.count(1)
         self._server: grpc.aio.Server | None = None
 
@@ -72,10 +78,14 @@ class ProxyServer:
             "IfrtSession": grpc.stream_stream_rpc_method_handler(self._session),
             "HostBufferStore": grpc.stream_unary_rpc_method_handler(self._store),
             "HostBufferLookup": grpc.unary_stream_rpc_method_handler(self._lookup),
+            "HostBufferReadFromDisk": grpc.unary_unary_rpc_method_handler(self._read_from_disk),
             "HostBufferDelete": grpc.unary_unary_rpc_method_handler(self._delete),
         }),))  # fmt: skip
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(callback_link.SERVICE, {
             callback_link.METHOD: grpc.stream_stream_rpc_method_handler(self._host_callbacks),
+        }),))  # fmt: skip
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(profile_link.SERVICE, {
+            profile_link.METHOD: grpc.stream_stream_rpc_method_handler(self._profile),
         }),))  # fmt: skip
         try:
             bound = server.add_insecure_port(f"{host}:{port}")
@@ -205,6 +215,14 @@ class ProxyServer:
         session.gate.when_room(room.set)
         await room.wait()
 
+    async def _profile(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        """A client's profiler records the cluster too."""
+        try:
+            async for answer in self._services.profiler.serve_client(requests):
+                yield answer
+        except (ValueError, TypeError) as error:
+            await self._abort(context, statuses.invalid_argument(f"profile: {error}"))
+
     def _crowded(self) -> dict[ExecutorLink, int]:
         """The executors that have far more to do than they have got to, and how much they were ordered."""
         return {e: e.ordered for e in self._services.manager.slots if e is not None and e.backlog.is_full}
@@ -259,6 +277,27 @@ class ProxyServer:
             session.buffers.put(about.handle, chunks[0] if len(chunks) == 1 else b"".join(chunks))
         except StatusError as error:
             await self._abort(context, error.status)
+
+    async def _read_from_disk(self, data: bytes, context: Any) -> bytes:
+        about = messages.GrpcHostBufferReadFromDiskRequest.FromString(data).metadata
+        session = self._session_by_number(about.session_id)
+        if session is None:
+            await self._abort(context, statuses.invalid_argument(f"there is no session {about.session_id}"))
+            raise AssertionError("abort raises")
+        let_in = asyncio.get_running_loop().create_future()
+        number = session.uploads.ask(about.handle, about.buffer_size, lambda: _set(let_in))
+        try:
+            await let_in
+            began = time.time() - (time.monotonic() - session.started)
+            taken = await self._large_transfers.read(session.number, about.handle, about.buffer_size, began)
+            session.buffers.put(about.handle, taken)
+        except StatusError as error:
+            # An error here would make jaxlib's client disconnect; so it becomes the array's value.
+            session.buffers.fail(about.handle, error.status)
+        finally:
+            if not session.uploads.forget(number):
+                session.uploads.ended(about.buffer_size)
+        return messages.GrpcHostBufferReadFromDiskResponse().SerializeToString()
 
     async def _abort(self, context: Any, status: statuses.Status) -> None:
         await context.abort(_GRPC_CODES[int(status.code)], status.message)

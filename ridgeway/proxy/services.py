@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeway.cluster.resource_manager import ResourceManager
 from ridgeway.proxy.dispatch import Dispatcher
 from ridgeway.proxy.host_callbacks import HostCallbackRegistry
+from ridgeway.proxy.profiling import Profiler, Subscribe
 from ridgeway.proxy.programs import Programs
 from ridgeway.proxy.recovery_observer import RecoveryObserver
 from ridgeway.settings import Settings
@@ -27,6 +28,7 @@ class Services:
         programs: Programs,
         settings: Settings,
         emit: Callable[..., Any],
+        subscribe: Subscribe,
         versions: dict[str, str],
     ):
         self.manager = manager
@@ -37,6 +39,7 @@ class Services:
         self.dispatcher = Dispatcher(manager, programs)
         self.observer = RecoveryObserver(manager, emit, settings.goodput_report_seconds)
         self.callbacks = HostCallbackRegistry()
+        self.profiler = Profiler(manager, settings, emit, subscribe)
         manager.on_host_callback = self.callbacks.called
         self.handlers: dict[str, Handler] = {}
         self.sessions: dict[int, Session] = {}

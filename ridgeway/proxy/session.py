@@ -14,6 +14,7 @@ from ridgeway.protocol import dtypes, messages, shardings
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import OK, Status, StatusError, fill_status_proto
 from ridgeway.protocol.versions import ProxyVersion
+from ridgeway.proxy import plugin_programs
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.executables import Executable
 from ridgeway.proxy.host_buffers import HostBufferStore
@@ -189,8 +190,10 @@ class Session:
         response = messages.IfrtResponse()
         answer = getattr(response, name + "_response")
         answer.SetInParent()
+        recording = self.services.profiler.recording
+        begin = 0 if recording is None else time.time_ns()
         try:
-            result = handler(self, request, answer, _Later(self, operation, response, name))
+            result = handler(self, request, answer, _Later(self, operation, response, name, begin))
         except StatusError as error:
             self._fail(operation, name, request, response, error.status)
         except DecodeError as error:
@@ -203,6 +206,8 @@ class Session:
         else:
             if result is not LATER:
                 self.respond(operation, response, OK)
+        if recording is not None:
+            recording.handled(self.number, name, begin, time.time_ns())
 
     def _fail(self, operation: int, name: str, request: Any, response: Any, status: Status) -> None:
         """Answer with an error, which becomes the value of all that the request was to make: the client does not wait
@@ -219,7 +224,15 @@ class Session:
         self.respond(operation, response, status, name)
 
     def respond(self, operation: int, response: Any, status: Status, name: str = "") -> None:
-        """Send a response."""
+        """Send a response; an error that names a loss may wait a moment for what is known of it."""
+        if status.code is statuses.Code.OK:
+            self._respond(operation, response, status, name)
+        else:
+            self.services.manager.explanations.when_explained(
+                status, lambda explained: self._respond(operation, response, explained, name)
+            )
+
+    def _respond(self, operation: int, response: Any, status: Status, name: str) -> None:
         if self.ended:
             return
         ok = status.code is statuses.Code.OK
@@ -289,6 +302,8 @@ class Session:
         for executable in self.executables.values():
             self.services.programs.release(executable)
         self.executables.clear()
+        for program in self.plugin_programs.values():
+            plugin_programs.close(program, self)
         self.plugin_programs.clear()
         self.callbacks.close()
         self.futures.clear()
@@ -300,13 +315,18 @@ class Session:
 class _Later:
     """Lets a handler answer after it has returned `LATER`."""
 
-    __slots__ = ("_name", "_operation", "_response", "_session")
+    __slots__ = ("_begin", "_name", "_operation", "_response", "_session")
 
-    def __init__(self, session: Session, operation: int, response: Any, name: str):
+    def __init__(self, session: Session, operation: int, response: Any, name: str, begin: int):
         self._session = session
         self._operation = operation
         self._response = response
         self._name = name
+        self._begin = begin
+        """nanoseconds since 1970 if a profile is being recorded, else 0"""
 
     def __call__(self, status: Status | None) -> None:
+        recording = self._session.services.profiler.recording
+        if recording is not None and self._begin:
+            recording.answered(self._session.number, self._name, self._begin, time.time_ns())
         self._session.respond(self._operation, self._response, OK if status is None else status, self._name)

@@ -244,8 +244,8 @@ class AgentProcess:
                     self._handle(core.ForkFailed(role, number, message))
                 case {"succeeded": role, "id": number, "pid": pid}:
                     self._handle(core.Succeeded(role, number, pid))
-                case {"exited": role, "id": number, "code": code}:
-                    self._handle(core.ChildExited(role, number, code))
+                case {"exited": role, "id": number, "code": code, "running": running}:
+                    self._handle(core.ChildExited(role, number, code, running))
 
     async def _copy_stderr(self, stream: asyncio.StreamReader, tail: collections.deque[str]) -> None:
         while True:

@@ -168,10 +168,10 @@ class AgentCore:
                     Say(f"cannot start {role} {number}: {message}"),
                     *self._child_ended(role, number, FORK_FAILED_CODE),
                 ]
-            case ChildExited(role, number, exit_code):
+            case ChildExited(role, number, exit_code, running):
                 return [
                     Say(f"{role} {number} {describe_exit(exit_code)}"),
-                    *self._child_ended(role, number, exit_code),
+                    *self._child_ended(role, number, exit_code, running),
                 ]
             case StopRequested(reason):
                 return self._exit(EXIT_STOPPED, f"stopping: {reason}")
@@ -330,14 +330,16 @@ class AgentCore:
             effects += _kill(role, child.pid)
         return effects
 
-    def _child_ended(self, role: str, number: int, exit_code: int) -> list[Effect]:
+    def _child_ended(
+        self, role: str, number: int, exit_code: int, running: list[list[str]] | None = None
+    ) -> list[Effect]:
         child = self.children.pop((role, number), None)
         if child is None:
             return []
         # What the user's code has started there has nobody left.
         effects: list[Effect] = [SignalChild(-child.pid, signal.SIGKILL)] if role == "python" and child.pid else []
         if child.agent == self.agent:
-            effects.append(Send(["process_exited", role, number, exit_code]))
+            effects.append(Send(["process_exited", role, number, exit_code, *([running] if running else [])]))
         return effects
 
     def _signal_children(self, number: int, roles: tuple[str, ...] = CHILD_ROLES) -> list[Effect]:

@@ -126,6 +126,8 @@ class ChildExited(Event):
     role: str
     number: int
     exit_code: int
+    running: list[list[str]] = dataclasses.field(default_factory=list)
+    """program and name of each execution that was under way"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Of `ridgeway.worker`, only this module, `compilation` and, for colocated Python,
   every past generation (measured: 29 sockets, 18 threads each).
 * ``_lapack.initialize``: programs that call LAPACK.
 * ``stablehlo.deserialize_portable_artifact``, ``mlir.make_ir_context``: reading a client's program.
+* ``_profiler.ProfilerSession``: `jax.profiler` writes what it records to files of this host only.
 """
 
 import functools
@@ -27,7 +28,7 @@ from jax._src import array as jax_array
 from jax._src import core
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import SingleDeviceSharding
-from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types
+from jaxlib import _jax, _profiler, xla_client  # pyright: ignore[reportAttributeAccessIssue]  # jaxlib ships no types
 from jaxlib.cpu import _lapack  # pyright: ignore[reportMissingImports]
 
 from ridgeway.protocol.status import Status
@@ -359,6 +360,19 @@ class EnteringGeneration:
         runtime._sockets_before = before
         runtime._service_port = int(port)
         return runtime
+
+
+def start_profile(host_tracer_level: int, python_tracer_level: int) -> Any:
+    """Record what this process does; levels as in `jax.profiler.ProfileOptions`. Its ``stop()`` gives a serialized
+    ``tensorflow.profiler.XSpace`` whose times count from the start.
+
+    Raises:
+      Exception: it is being recorded already.
+    """
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = host_tracer_level
+    options.python_tracer_level = python_tracer_level
+    return _profiler.ProfilerSession(options)
 
 
 def shards_of(array: Array) -> list[Array]:

@@ -22,7 +22,7 @@ from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport import authentication, blocking_link
 from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed
-from ridgeway.worker import buffers, device_runtime, succession
+from ridgeway.worker import buffers, device_runtime, running_programs, succession
 from ridgeway.worker.agreement import Agreement
 from ridgeway.worker.buffer_orders import BufferOrders
 from ridgeway.worker.callbacks import CallbackCaller, without_own_frames
@@ -30,6 +30,7 @@ from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.persistence import PersistenceOrders
 from ridgeway.worker.process_identity import hello_versions
+from ridgeway.worker.profiling import Profiling
 from ridgeway.worker.program_orders import ProgramOrders
 from ridgeway.worker.renewal import Renewal
 from ridgeway.worker.suspend_orders import SuspendOrders
@@ -67,7 +68,6 @@ class Executor:
         self.callbacks = CallbackCaller(
             self.promises, link.send, self.settings.callback_timeout_seconds, self._callback_failed
         )
-        self.current_program = ""
         self.saved = False
         """its state is in the scratch folder: this process has nothing more to do"""
         self.unfinished: dict[str, Callable[[], int]] = {
@@ -76,6 +76,8 @@ class Executor:
             "transfers to others": lambda: self.transfers.unsent,
         }
         """What goes on beside the sequence of orders, and how much of it: the state is saved when there is none."""
+        self.running = running_programs.of_this_process()
+        """in memory that the template made, which reads it when this process has died"""
         self._lock = threading.Lock()
         self.agreement = Agreement()
         self._missed_generation = 0
@@ -103,7 +105,9 @@ class Executor:
         buffer_orders = BufferOrders(self)
         persistence = PersistenceOrders(self, buffer_orders)
         self.unfinished["pieces for storage"] = persistence.unfinished
+        profiling = Profiling(self.settings, link.send)
         self._aside: dict[str, Callable[..., None]] = {
+            "profile_start": profiling.start, "profile_stop": profiling.stop,
             "data": self._data, "data_failed": self._data_failed, "peer_lost": self._peer_lost,
             "service": self._service_here, "abort": self._abort, "everybody_refused": self._everybody_refused,
             **persistence.aside,
@@ -112,6 +116,7 @@ class Executor:
         if legacy is not None:
             self.programs.sources.update(legacy.programs)
         self.renewal = Renewal(self, arguments.get("template_descriptor"))
+        self.renewal.ties.append(profiling.tie)
         self._handlers: dict[str, Callable[..., None]] = {
             "assign": self._assign, "reached": self._say_reached,
             "leave_generation": self._leave_generation, "enter_generation": self._enter_generation,

@@ -45,10 +45,13 @@ class ProgramOrders:
             for source in sources:
                 if runtime.aborted is not None or not runtime.has_devices(source.devices):
                     return
+                self._executor.running.begin(source.program, source.name)
                 try:
                     self._loaded(source, runtime)
                 except Exception as error:  # whoever executes it gets the same error as a value
                     print(f"preloading {source.name}: {str(error)[:200]}", flush=True)
+                finally:
+                    self._executor.running.end()
 
         threading.Thread(target=work, name="preload", daemon=True).start()
 
@@ -67,7 +70,7 @@ class ProgramOrders:
         source = self.sources[program]
         local = tuple(d for d in source.devices if d in runtime.local)
         spans = len(source.devices) > len(local)
-        executor.current_program = source.name
+        executor.running.begin(program, source.name)
         try:
             if runtime.aborted is not None and spans:
                 raise runtime.aborted.error()
@@ -88,6 +91,7 @@ class ProgramOrders:
             tainted = spans or any(self._store.spans(a) for a in arguments if type(a) is int)
             token, outputs = loaded.execute(arrays)
         except Exception as error:
+            executor.running.end()
             status = executor.describe(error, runtime)
             if status.code is Code.INTERNAL:
                 traceback.print_exc()
@@ -105,6 +109,7 @@ class ProgramOrders:
         agreement = executor.agreement
 
         def complete(_: Any, error: Status | None) -> None:
+            executor.running.end()
             if error is not None:
                 if runtime.generation > 0 and runtime.aborted is None:
                     agreement.failed(execution, spans)

@@ -7,7 +7,8 @@ socket with one JSON object a line::
     template -> agent   {"ready": seconds, "threads": n}
                         {"forked": role, "id": n, "pid": pid}
                         {"fork_failed": role, "id": n, "message": text}
-                        {"exited": role, "id": n, "code": exit code, negative for a signal}
+                        {"exited": role, "id": n, "code": exit code, negative for a signal,
+                         "running": [[program, name], ...] that it was executing}
                         {"succeeded": role, "id": n, "pid": pid}: another process has taken the place of n's
 
 An executor may ask it for a successor of itself (see `worker.succession`). It ends when the socket closes, and its
@@ -31,6 +32,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from ridgeway import processes
+from ridgeway.worker.running_programs import RunningPrograms
 
 #: What an executor that has a successor exits with, what it asks for one with, and with how many sockets at most.
 EXIT_SUCCEEDED = 75
@@ -84,6 +86,8 @@ class _Child:
     """Over which an executor asks for its successor."""
     predecessor: int | None = None
     """The process whose place it is to take."""
+    running: RunningPrograms = dataclasses.field(default_factory=RunningPrograms)
+    """What it executes."""
 
 
 class Template:
@@ -160,6 +164,7 @@ class Template:
                     end.close()
             raise
         if pid == 0:
+            child.running.adopt()
             arguments = dict(child.arguments)
             if theirs is not None:
                 arguments |= {"inherited": list(inherited), "template_descriptor": theirs.detach()}
@@ -258,6 +263,7 @@ class Template:
         if code == EXIT_SUCCEEDED and successors:
             successor, heir = successors[0]
             heir.predecessor = None
+            child.running.close()
             self._tell({"succeeded": child.role, "id": child.number, "pid": successor})
             return
         for successor, heir in successors:
@@ -268,7 +274,8 @@ class Template:
             self._close_channel(heir)
         if code == EXIT_SUCCEEDED and early is not None:
             code = early
-        self._tell({"exited": child.role, "id": child.number, "code": code})
+        self._tell({"exited": child.role, "id": child.number, "code": code, "running": child.running.read()})
+        child.running.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
         self._control.sendall(json.dumps(message).encode() + b"\n")

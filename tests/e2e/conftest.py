@@ -3,6 +3,8 @@
 import contextlib
 import importlib.metadata
 import signal
+import sysconfig
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -126,3 +128,16 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
         (info / "entry_points.txt").write_text("[jax_plugins]\nridgeway = ridgeway.client\n")
         path.append(str(installed))
     return ":".join(path)
+
+
+@pytest.fixture(scope="session")
+def python_without_plugin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A Python, and its PYTHONPATH, that has everything installed but Ridgeway: what a stock client has."""
+    folder = tmp_path_factory.mktemp("stock")
+    packages = folder / "packages"
+    packages.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "ridgeway" not in entry.name.lower():
+            (packages / entry.name).symlink_to(entry)
+    venv.create(folder / "python", symlinks=True)
+    return str(folder / "python" / "bin" / "python"), str(packages)

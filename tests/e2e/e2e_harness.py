@@ -246,10 +246,12 @@ JAX_RUNTIME_ERROR = "jax.errors.JaxRuntimeError"
 class Controller:
     """A stock JAX program in a process of its own, driven line by line."""
 
-    def __init__(self, place: Place, environment: dict[str, str], prefix: Sequence[str] = ()):
+    def __init__(
+        self, place: Place, environment: dict[str, str], prefix: Sequence[str] = (), python: str = sys.executable
+    ):
         self._errors = (place.folder / f"controller-{uuid.uuid4().hex[:8]}.err").open("w+")
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, str(CONTROLLER)],
+            [*prefix, python, str(CONTROLLER)],
             env={**place.environment, **environment},
             cwd=place.folder,
             stdin=subprocess.PIPE,

@@ -114,6 +114,10 @@ class PortClient:
             return False
         return True
 
+    def call_once(self, method: str, request: Any) -> bytes:
+        """Any other method of one message."""
+        return self._channel.unary_unary(SERVICE + method)(request.SerializeToString(), timeout=30)
+
     def close(self) -> None:
         """End the session."""
         self._outgoing.put(None)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import e2e_harness as harness
 import pytest
@@ -198,3 +199,106 @@ np.asarray(jax.jit(lambda x: jax.pure_callback(never_ends, jax.ShapeDtypeStruct(
     assert {slot: host.executor_pid for slot, host in pair.hosts().items()} == {
         slot: host.executor_pid for slot, host in hosts.items()
     }
+
+
+def test_a_slice_dies_while_a_callback_of_a_program_over_both_blocks(pair: Cluster, program: Controller) -> None:
+    program.run("""
+import threading
+entered, go_on = threading.Event(), threading.Event()
+
+def blocks(a):
+    entered.set()
+    go_on.wait(60)
+    return np.asarray(a)
+
+@jax.jit
+def over_both(x):
+    y = jax.pure_callback(blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return y.sum() + x.sum()
+
+mesh = Mesh(np.array(jax.devices()), ("x",))
+waiting = over_both(jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P("x"))))
+assert entered.wait(60)
+""")
+    pair.kill_executor(1)
+    error = program.error_of("float(waiting)")
+    assert "DATA_LOSS" in error and "slice 1" in error, error
+    assert program.run("go_on.set(); result = float(jax.device_put(np.float32(2), devices_of(0)[0]) + 1)") == 3.0
+    pair.wait_whole()
+    again = "result = float(over_both(jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P('x')))))"
+    assert program.run(again) == 8.0
+
+
+def test_ordered_effects_go_on_after_one_that_raised_and_after_a_lost_slice(
+    pair: Cluster, program: Controller
+) -> None:
+    program.run("""
+order = []
+
+def note(a):
+    if int(a) == 2:
+        raise ValueError("the second")
+    order.append(int(a))
+
+@jax.jit
+def ordered(x):
+    io_callback(note, None, x, ordered=True)
+    return x
+
+ordered(jax.device_put(np.int32(1), devices_of(0)[0]))
+jax.effects_barrier()
+""")
+    error = program.error_of("""
+np.asarray(ordered(jax.device_put(np.int32(2), devices_of(0)[0])))
+jax.effects_barrier()
+""")
+    assert "the second" in error and not any(code.name in error for code in RETRIED_CODES), error
+    program.run("jax.clear_caches(); jax._src.dispatch.runtime_tokens.clear()")  # as a program begins again
+    assert program.run("""
+ordered(jax.device_put(np.int32(3), devices_of(1)[0]))
+jax.effects_barrier()
+result = order
+""") == [1, 3]
+    pair.kill_executor(1)
+    pair.wait_whole()
+    # The token of the last one lay on the slice that is lost: whether the next one is an error or not, nothing hangs,
+    # and what runs afterwards runs in order.
+    assert program.run("""
+try:
+    np.asarray(ordered(jax.device_put(np.int32(4), devices_of(0)[0])))
+    jax.effects_barrier()
+except jax.errors.JaxRuntimeError as error:
+    say(str(error))
+    jax._src.dispatch.runtime_tokens.clear()
+ordered(jax.device_put(np.int32(5), devices_of(0)[0]))
+jax.effects_barrier()
+result = order
+""") in ([1, 3, 4, 5], [1, 3, 5])
+
+
+def test_everything_else_works_without_the_plugin(
+    pair: Cluster, python_without_plugin: tuple[str, str], tmp_path: Path
+) -> None:
+    python, packages = python_without_plugin
+    environment = {**pair.environment(), "PYTHONPATH": packages}
+    with contextlib.closing(Controller(pair.place, environment, python=python)) as stock:
+        assert stock.run("""
+import importlib.util
+mesh = Mesh(np.array(jax.devices()), ("x",))
+values = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P("x")))
+moved = jax.device_put(values, NamedSharding(mesh, P()))
+step = jax.jit(lambda v: v * 2 + v.sum(), donate_argnums=0)
+stepped = step(values)
+result = [importlib.util.find_spec("ridgeway") is None, np.asarray(stepped).tolist(), values.is_deleted(),
+          float(moved.sum()), float(jax.random.normal(jax.random.key(0), (4,)).shape[0])]
+""") == [True, [28.0 + 2 * n for n in range(8)], True, 28.0, 4.0]
+        error = stock.error_of("""
+np.asarray(jax.jit(lambda x: jax.pure_callback(np.sin, jax.ShapeDtypeStruct((), x.dtype), x))(jnp.float32(1)))
+""")
+        assert "UNIMPLEMENTED" in error and not any(code.name in error for code in RETRIED_CODES), error
+        stock.run(f"""
+with jax.profiler.trace({str(tmp_path)!r}):
+    result = float(values.sum()) if not values.is_deleted() else float(stepped.sum())
+""")
+        assert len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1
+    pair.wait_sessions(0)

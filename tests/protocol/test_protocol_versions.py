@@ -1,3 +1,6 @@
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from ridgeway.protocol import messages, versions
@@ -63,3 +66,12 @@ def test_versions_survive_the_wire() -> None:
 )
 def test_the_supported_range(version: str, supported: bool) -> None:
     assert versions.is_supported_jax(version) is supported
+
+
+def test_what_pip_installs_is_the_supported_range() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    lowest = ".".join(map(str, versions.MIN_JAX_VERSION))
+    limit = ".".join(map(str, versions.JAX_VERSION_LIMIT)).removesuffix(".0")
+    declared = [entry for entry in project["dependencies"] if entry.startswith("jax")]
+    assert declared == [f"jax>={lowest},<{limit}", f"jaxlib>={lowest},<{limit}"]
+    assert f"{lowest} to " in versions.SUPPORTED_JAX

@@ -85,14 +85,24 @@ def test_a_bad_persistence_request_is_the_programs_mistake(changes: dict[str, ob
     assert caught.value.status.code is code
 
 
+def test_a_profile_request_is_known_in_both_of_its_forms() -> None:
+    plain = {"traceLocation": "/tmp/profiles", "maxNumHosts": 1, "includeResourceManagers": True}
+    xprof = {"traceDirectory": "/tmp/profiles", "hostTraceLevel": 1, "pwTraceOptions": {"enablePythonTracer": True}}
+    for body in (plain, {**plain, "xprofTraceOptions": xprof, "maxDurationSecs": 1.5}):
+        program = plugin_programs.parse(request(profileRequest=body))
+        assert (program.name, program.devices) == ("profile", (0,))
+
+
 @pytest.mark.parametrize(
     ("data", "code"),
     [
         (b"__serialized_plugin_program not json", Code.INVALID_ARGUMENT),
         (b"[]", Code.INVALID_ARGUMENT),
         (request(), Code.INVALID_ARGUMENT),
-        (request(printTextRequest={"badParamName": "foo"}), Code.UNIMPLEMENTED),
+        (request(printTextRequest={"badParamName": "foo"}), Code.INVALID_ARGUMENT),
         (request(reshardRequest={"inSharding": []}), Code.INVALID_ARGUMENT),
+        (request(profileRequest={"maxNumHosts": 1}), Code.INVALID_ARGUMENT),
+        (request(profileRequest={"traceLocation": "x", "maxNumHosts": "many"}), Code.INVALID_ARGUMENT),
         (request(reshardRequest={"inSharding": [sharding(1)], "outSharding": []}), Code.INVALID_ARGUMENT),
         (request(reshardRequest={"inSharding": [{"devices": 3}], "outSharding": [1]}), Code.INVALID_ARGUMENT),
     ],

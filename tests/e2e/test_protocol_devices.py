@@ -1,0 +1,117 @@
+"""What a program sees of the devices, beside a local CPU or alone, and large buffers that go by file."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import e2e_harness as harness
+import grpc
+import pytest
+from e2e_harness import Cluster, Controller
+from port_client import PortClient
+
+from ridgeway.protocol import messages
+from ridgeway.protocol.status import RETRIED_CODES
+from ridgeway.proxy.large_transfers import FOLDER_VARIABLE
+
+pytestmark = harness.MARKS
+
+THRESHOLD_VARIABLE = "IFRT_PROXY_GRPC_LARGE_TRANSFER_OPTIMIZATION_THRESHOLD_BYTES"
+
+
+def test_devices_are_described_as_jax_describes_them(controller: Controller) -> None:
+    assert controller.run("""
+devices = jax.devices()
+result = [
+    [d.id for d in devices] == list(range(6)) == [d.id for d in jax.local_devices()],
+    [jax.device_count(), jax.local_device_count(), jax.process_count(), jax.process_index()],
+    sorted({(d.platform, d.device_kind, d.process_index) for d in devices}),
+    [d.slice_index for d in devices],
+    jax.default_backend(), devices[0].client.runtime_type,
+    sorted({m.kind for m in devices[5].addressable_memories()}), devices[5].default_memory().kind,
+    [hasattr(d, "coords") for d in devices] == [False] * 6,  # as natively: a CPU has no place in a torus
+    len({str(d) for d in devices}), len({repr(d) for d in devices}),
+]
+""") == [
+        True, [6, 6, 1, 0], [["cpu", "cpu", 0]], [0, 0, 1, 1, 2, 2], "cpu", "proxy/pathways",
+        ["device", "pinned_host", "unpinned_host"], "device", True, 6, 6,
+    ]  # fmt: skip
+
+
+def test_memory_stats_are_refused_as_a_mistake_is(controller: Controller) -> None:
+    error = controller.error_of("jax.devices()[0].memory_stats()")
+    assert "INVALID_ARGUMENT" in error  # by jaxlib's client, without asking
+    assert not any(code.name in error for code in RETRIED_CODES)
+
+
+@pytest.mark.parametrize("with_plugin", [False, True])
+def test_the_local_cpu_can_stand_beside_the_cluster(cluster: Cluster, plugin: str, with_plugin: bool) -> None:
+    environment = {**cluster.environment(), "JAX_PLATFORMS": "proxy,cpu"}
+    if with_plugin:
+        environment["PYTHONPATH"] = plugin
+    with contextlib.closing(Controller(cluster.place, environment)) as program:
+        assert program.run("""
+local, far = jax.devices("cpu")[0], jax.devices()
+here = jax.device_put(np.arange(12.0, dtype=np.float32), local)
+there = jax.device_put(here, NamedSharding(Mesh(np.array(far), ("x",)), P("x")))
+back = jax.device_put(there + 1, local)
+result = [
+    len(far), far[0].client.runtime_type, local.client.runtime_type, [d.id for d in there.devices()] != [],
+    here.devices() == {local}, back.devices() == {local}, np.asarray(back).tolist(),
+    float(jnp.sum(back)),
+]
+""") == [6, "proxy/pathways", "pjrt_ifrt", True, True, True, [n + 1.0 for n in range(12)], 78.0]
+
+
+@pytest.fixture
+def by_file(tmp_path: Path) -> Iterator[tuple[Cluster, Path]]:
+    """A small cluster whose head takes large buffers from a folder."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (tmp_path / "place").mkdir()
+    with harness.place_in(tmp_path / "place") as place:
+        place.environment[FOLDER_VARIABLE] = str(folder)
+        cluster = harness.bring_up(place, "1x1x2")
+        yield cluster, folder
+        harness.take_down(cluster)
+
+
+def test_large_buffers_go_by_file(by_file: tuple[Cluster, Path], tmp_path: Path) -> None:
+    cluster, folder = by_file
+    environment = {**cluster.environment(), THRESHOLD_VARIABLE: "100000"}
+    put = "jax.device_put(np.arange(100_000, dtype=np.float32), jax.devices()[1])"
+    with contextlib.closing(Controller(cluster.place, environment)) as program:
+        assert program.run(f"""
+arrays = [{put} for _ in range(10)]
+result = [float(a[-1]) for a in arrays] + [float(jax.device_put(np.float32(3)))]
+""") == [99_999.0] * 10 + [3.0]
+        assert list(folder.iterdir()) == []
+        # Another client must not use the same names at the same time.
+        with contextlib.closing(Controller(cluster.place, environment)) as second:
+            error = second.error_of(f"np.asarray({put})")
+            assert "FAILED_PRECONDITION" in error and FOLDER_VARIABLE in error, error
+            assert second.run("result = float(jax.device_put(np.float32(5)))") == 5.0
+        assert program.run(f"result = float({put}[-1])") == 99_999.0
+    cluster.wait_sessions(0)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with contextlib.closing(Controller(cluster.place, {**environment, FOLDER_VARIABLE: str(elsewhere)})) as lost:
+        error = lost.error_of(f"np.asarray({put})")  # which shows that it is the folder by which the bytes come
+        assert "INVALID_ARGUMENT" in error and "the same folder" in error, error
+        assert lost.run("result = float(jax.device_put(np.float32(5)))") == 5.0
+    cluster.wait_sessions(0)
+
+
+def test_nothing_is_read_from_disk_unless_the_head_was_told_to(cluster: Cluster, tmp_path: Path) -> None:
+    with contextlib.closing(PortClient(cluster.record.proxy_port)) as client:
+        number = client.send("init_request", client.body("init_request"))
+        session = harness.until(lambda: client.answers.get(number)).init_response.session_id
+        request = messages.GrpcHostBufferReadFromDiskRequest()
+        request.metadata.session_id, request.metadata.handle, request.metadata.buffer_size = session, 1, 4
+        client.call_once("HostBufferReadFromDisk", request)
+        with pytest.raises(grpc.RpcError, match=FOLDER_VARIABLE):
+            client.look_up(session, 1)
+        request.metadata.session_id = session + 1000
+        with pytest.raises(grpc.RpcError, match="there is no session"):
+            client.call_once("HostBufferReadFromDisk", request)
+    cluster.wait_sessions(0)
