@@ -171,6 +171,8 @@ class Connections:
             self._manager.executor_exited(agent.slot, number, code, [(p, n) for p, n in running or ()])
         elif role == "python":
             self._manager.pythons.exited(number, code)
+        manager = self._manager
+        manager.apply(manager.membership.process_exited(manager.clock(), agent.number, number))
 
     async def _send_heartbeats(self, agent: AgentLink) -> None:
         while True:

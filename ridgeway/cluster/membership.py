@@ -34,6 +34,9 @@ from ridgeway.cluster.membership_records import Agent, Executor, HostState, Limi
 from ridgeway.cluster.suspension import Phase, Suspension, Suspensions
 from ridgeway.cluster.topology import Topology
 
+EARLY_DEATHS_LIMIT = 3
+"""Of processes of one agent that ended before they had joined, so many in a row are replaced at once."""
+
 
 class Membership:
     """All agents, and which executor owns which slot."""
@@ -139,6 +142,7 @@ class Membership:
         if executor.connected:
             return [Refuse(number, "this executor is connected already; one process has one connection")]
         executor.connected = True
+        agent.early_deaths = 0
         executor.heard = executor.progressed = now
         if agent.slot is None:
             return [Emit("standby_ready", {"incarnation": agent.number, "launch_id": agent.launch_id})]
@@ -194,6 +198,21 @@ class Membership:
                 agent.compiler = None
                 agent.compiler_connected = False
                 return self._start_compiler(agent)
+        return []
+
+    def process_exited(self, now: float, agent_number: int, number: int) -> list[Effect]:
+        """An agent says that a process which it was to start has ended. One that had connected is lost by its link; one
+        that had not would be missed only after a long time, as when its template died before it had forked it."""
+        agent = self.agents.get(agent_number)
+        executor = self.executors.get(number)
+        if agent is None or agent.early_deaths >= EARLY_DEATHS_LIMIT:
+            return []  # what dies at once again and again is tried at the pace of its deadline
+        if executor is not None and executor.agent == agent_number and not executor.connected:
+            agent.early_deaths += 1
+            return self._lose_executor(now, executor, Loss(False, "its executor ended before it had joined"))
+        if agent.compiler == number and not agent.compiler_connected:
+            agent.early_deaths += 1
+            return self.compiler_closed(number)
         return []
 
     def recycle_executor(self, now: float, number: int, loss: Loss) -> list[Effect]:

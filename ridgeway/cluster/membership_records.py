@@ -48,6 +48,8 @@ class Agent:
     """Its active executor was lost, which was counted, and the next one is not ready yet."""
     compiler: int | None = None
     compiler_connected: bool = False
+    early_deaths: int = 0
+    """Processes in a row that ended before they had joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -339,6 +339,35 @@ def test_a_slice_is_lost_once_when_several_of_its_hosts_are() -> None:
     assert events(effects, "slice_lost") == [{"slice": 0}]
 
 
+def test_what_ends_before_it_has_joined_is_replaced_at_once_but_not_for_ever() -> None:
+    cluster = Cluster()
+    agent, _ = cluster.agent(0)
+    machine = cluster.machine
+
+    def ends(role: str) -> list[StartProcess]:
+        """The process of a role that the agent is to start ends; what is started instead."""
+        record = machine.agents[agent]
+        number = record.compiler if role == "compiler" else record.executor.number if record.executor else None
+        assert number is not None
+        found = machine.process_exited(cluster.now, agent, number)
+        machine.check_invariants()
+        return of_kind(found, StartProcess)
+
+    # Their template died before it had forked them: no link that closes tells of it.
+    for role in ("executor", "compiler"):
+        (started,) = ends(role)
+        assert started.role == role
+    first = ends("executor")
+    assert len(first) == 1 and ends("executor") == []
+    # Then at the pace of the deadline, until one joins.
+    assert len(of_kind(cluster.wait(LIMITS.executor_start_timeout_seconds + 1.0), StartProcess)) == 1
+    number, _ = cluster.executor(agent)
+    # One that had connected is lost by its link alone, and what is of another agent, or long gone, is not meant.
+    assert machine.process_exited(cluster.now, agent, number) == []
+    assert machine.process_exited(cluster.now, agent, 999) == []
+    assert machine.process_exited(cluster.now, 999, number) == []
+
+
 def test_a_compiler_loss_starts_another_compiler_and_loses_nothing() -> None:
     cluster = Cluster()
     agent, effects = cluster.agent(0)
