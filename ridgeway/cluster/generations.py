@@ -131,7 +131,8 @@ class Generations:
             return []
         effects = self._detach_from_earlier(executor, number)
         generation.entered.add(executor)
-        if generation.ready:
+        # Who has gone on to a later one, and was perhaps lost there, is not in this one any more.
+        if generation.ready and generation.remaining.issuperset(generation.members):
             effects.append(Ready(number, generation.members))
         return effects
 
