@@ -80,8 +80,8 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether every member has entered, none was lost, and none has been ordered to leave."""
-        return not self.aborted and not self.dissolved and len(self.entered) == len(self.members)
+        """Whether every member has entered and is in it still, and none has been ordered to leave."""
+        return not self.aborted and not self.dissolved and len(self.entered) == len(self.members) == len(self.remaining)
 
 
 class Generations:

@@ -29,7 +29,9 @@ PENDING_CALL_LIMIT = 1_000_000
 #: The same for calls that have waited so long: 30 by default, which a stopped (SIGSTOP) head may well exceed.
 PENDING_CALL_SECONDS = 3600
 #: What gRPC takes of a host buffer whose turn has not come. Left to itself it takes up to 4 MiB of each, of thousands.
-STREAM_WINDOW_BYTES = 256 << 10
+STREAM_WINDOW_BYTES = 768 << 10
+#: No host buffer can be larger.
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 _GRPC_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -248,6 +250,9 @@ class ProxyServer:
         if session is None:
             await self._abort(context, statuses.invalid_argument(f"there is no session {about.session_id}"))
             raise AssertionError("abort raises")
+        if about.buffer_size > MEMORY_BYTES:
+            await self._abort(context, statuses.invalid_argument(
+                f"host buffer {about.handle}: {about.buffer_size} bytes are more than this host's memory"))
         let_in = asyncio.get_running_loop().create_future()
         number = session.uploads.ask(about.handle, about.buffer_size, lambda: _set(let_in))
         try:
