@@ -80,7 +80,8 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether every member has entered and is in it still, and none has been ordered to leave."""
+        """Whether every member has entered and none has been ordered to leave, lost, or gone on to a later one (where it
+        may have been lost)."""
         return not self.aborted and not self.dissolved and len(self.entered) == len(self.members) == len(self.remaining)
 
 
@@ -131,8 +132,7 @@ class Generations:
             return []
         effects = self._detach_from_earlier(executor, number)
         generation.entered.add(executor)
-        # Who has gone on to a later one, and was perhaps lost there, is not in this one any more.
-        if generation.ready and generation.remaining.issuperset(generation.members):
+        if generation.ready:
             effects.append(Ready(number, generation.members))
         return effects
 
