@@ -6,6 +6,7 @@ with its seed, says how it came to that, and ends with the command that runs it 
 
 import asyncio
 import random
+import re
 
 import pytest
 import virtual_time
@@ -17,6 +18,7 @@ from simulated_xla import Call, XlaWorld
 
 from ridgeway.cluster.generations import Generations
 from ridgeway.cluster.membership import Membership
+from ridgeway.cluster.suspension import Suspensions
 from ridgeway.proxy.arrays import Array
 from ridgeway.proxy.suspension_gate import SuspensionGate
 
@@ -119,6 +121,12 @@ def test_a_replacement_without_the_state_is_noticed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(SimulatedExecutor, "_order_restore", forgetful)
     assert "buffer group" in _first_failure(100)
+
+
+def test_a_suspension_without_an_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Suspensions, "overdue", lambda self, now: [])
+    monkeypatch.setattr(SimulatedExecutor, "_order_restore", lambda self, *fields, attached: None)
+    assert re.search("has waited|operations wait", _first_failure(100))
 
 
 def test_a_deadlock_is_noticed() -> None:

@@ -6,6 +6,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 
+#: Of simulated time: what a failed history leaves may wait for something that never comes.
+CLEAR_AWAY_SECONDS = 60.0
+
+
 class NothingLeftToHappen(RuntimeError):
     """Everybody waits for somebody else: a deadlock of what is simulated."""
 
@@ -49,5 +53,5 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         with contextlib.suppress(NothingLeftToHappen):
             # Each gets the chance to clear away.
             if left:
-                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+                loop.run_until_complete(asyncio.wait(left, timeout=CLEAR_AWAY_SECONDS))
         loop.close()
