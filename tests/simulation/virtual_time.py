@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
-
 #: Of simulated time: what a failed history leaves may wait for something that never comes.
 CLEAR_AWAY_SECONDS = 60.0
 
