@@ -80,8 +80,8 @@ class Generation:
 
     @property
     def ready(self) -> bool:
-        """Whether every member has entered and none has been ordered to leave, lost, or gone on to a later one (where it
-        may have been lost)."""
+        """Whether every member has entered and none has been ordered to leave, lost, or gone on to a later one (and
+        perhaps lost there)."""
         return not self.aborted and not self.dissolved and len(self.entered) == len(self.members) == len(self.remaining)
 
 
