@@ -191,7 +191,7 @@ def _untouched_workers(seen: Observed) -> Check:
     subject = "workers that were not killed: same process, 0 restarts"
     victim = (seen.kill.slice, seen.kill.host)
     before, after = hosts(seen.before), hosts(seen.after)
-    kept, recycled = [], []
+    kept, recycled, renewed = [], [], []
     for place in sorted(before.keys() - {victim}):
         old, new = before[place], after.get(place, {})
         name = f"slice {place[0]} host {place[1]}"
@@ -199,12 +199,14 @@ def _untouched_workers(seen: Observed) -> Check:
             return Check(subject, False, f"{name} was pid {old['pid']} and is pid {new.get('pid')}")
         kept.append(f"{place[0]}.{place[1]} pid {old['pid']}")
         if old["executor_pid"] != new["executor_pid"]:
-            recycled.append(name)
+            (recycled if new["restarts"] else renewed).append(name)
         elif new["restarts"]:
             return Check(subject, False, f"the status counts {new['restarts']} restarts of {name}")
     text = ", ".join(kept[:3]) + (f" and {len(kept) - 3} more" if len(kept) > 3 else "")
     if recycled:
         text += f"; the executor of {', '.join(recycled)} had crashed with the killed one and was forked anew"
+    if renewed:
+        text += f"; the executor of {', '.join(renewed)} was renewed with all that it held"
     return Check(subject, True, text)
 
 

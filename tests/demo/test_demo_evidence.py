@@ -107,6 +107,14 @@ def recycled() -> dict[str, Any]:
     return status(REPLACED | {(0, 0): {"executor_pid": 999, "restarts": 1}})
 
 
+def test_a_renewed_executor_is_no_crash() -> None:
+    after = status(REPLACED | {(0, 0): {"executor_pid": 999}})
+    assert failed(seen(after=after)) == []
+    texts = [check.text for check in evidence.judge(seen(after=after))]
+    assert any("the executor of slice 0 host 0 was renewed" in text for text in texts)
+    assert not any("crashed" in text for text in texts)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -117,6 +117,13 @@ class Cluster:
         """One host."""
         return self.hosts()[slice_index, host]
 
+    def went_on(self, before: Host, after: Host) -> bool:
+        """Whether a host is the one that it was and has lost nothing: its executor is the same process, or one that it
+        was renewed by, which goes on with everything that it held (a generation that never drains wears it out)."""
+        renewed = {e["pid"] for e in self.events(0, "executor_renewed", slice=after.slice, host=after.host)}
+        same = (before.pid, before.incarnation, before.restarts) == (after.pid, after.incarnation, after.restarts)
+        return same and after.executor_pid in renewed | {before.executor_pid}
+
     def is_whole(self) -> bool:
         """Whether every host is ready."""
         return all(host.state == "ready" for host in self.hosts().values())

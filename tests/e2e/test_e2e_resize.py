@@ -6,7 +6,7 @@ from pathlib import Path
 import e2e_harness as harness
 import pytest
 from cluster_by_hand import ClusterByHand
-from e2e_harness import Host, Place, Running, losses
+from e2e_harness import Place, Running, losses
 
 pytestmark = [*harness.MARKS, pytest.mark.maxtext]
 
@@ -37,11 +37,6 @@ def steps_on(run: Running, attempt: int, count: int) -> int:
     return tail()[-1]
 
 
-def same(before: Host, after: Host) -> bool:
-    """Whether a host's processes are the ones that they were."""
-    return (before.pid, before.executor_pid, before.incarnation) == (after.pid, after.executor_pid, after.incarnation)
-
-
 def test_a_lost_slice_is_done_without_until_it_is_back(place: Place, tmp_path: Path) -> None:
     by_hand = ClusterByHand(place, 3)
     cluster = by_hand.cluster
@@ -70,7 +65,7 @@ jax.block_until_ready((kept, pinned))
         steps_on(run, 2, 3)
         after = cluster.hosts()
         for slot in ((0, 0), (1, 0)):
-            assert same(before[slot], after[slot])
+            assert cluster.went_on(before[slot], after[slot])
             assert after[slot].restarts == 0
         assert cluster.events(since, "executor_recycled") == []
         assert holder.run("result = [float(x.sum()) for x in (*kept, *pinned)]") == [harness.total(2)] * 4
@@ -115,6 +110,6 @@ def test_other_orders_of_losses(place: Place, tmp_path: Path) -> None:
     assert list(losses(run.output)) == list(range(steps))
     assert {devices for _, devices in restored(run)} == {4}
     assert re.search(r"^end pid", run.output, re.M)
-    assert same(before[0, 0], cluster.host(0))
+    assert cluster.went_on(before[0, 0], cluster.host(0))
     assert cluster.host(2).state == "absent"
     by_hand.end()
