@@ -1,6 +1,7 @@
 """The gRPC service that jaxlib's IFRT proxy client connects to (``xla.ifrt.proxy.GrpcIfrtService``)."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -46,6 +47,19 @@ async def _until(subscribe: Callable[[Callable[[], None]], None], timeout_second
     happened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     subscribe(lambda: _set(happened))
     await asyncio.wait([happened], timeout=timeout_seconds)
+
+
+@contextlib.asynccontextmanager
+async def _turn(session: Session, about: Any) -> AsyncIterator[None]:
+    """Wait until a host buffer may come in, and make room for the next one afterwards."""
+    let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    number = session.uploads.ask(about.handle, about.buffer_size, lambda: _set(let_in))
+    try:
+        await let_in
+        yield
+    finally:
+        if not session.uploads.forget(number):
+            session.uploads.ended(about.buffer_size)
 
 
 class ProxyServer:
@@ -243,24 +257,23 @@ class ProxyServer:
     def _session_by_number(self, number: int) -> Session | None:
         return self._services.sessions.get(number)
 
-    async def _store(self, requests: Any, context: Any) -> bytes:
-        metadata = dict(context.invocation_metadata() or ())
-        about = messages.GrpcHostBufferStoreMetadata.FromString(metadata.get(HOST_BUFFER_METADATA) or b"")
+    async def _session_of(self, about: Any, context: Any) -> Session:
+        """The session that a call about a host buffer names; ends the call if there is none."""
         session = self._session_by_number(about.session_id)
         if session is None:
             await self._abort(context, statuses.invalid_argument(f"there is no session {about.session_id}"))
             raise AssertionError("abort raises")
+        return session
+
+    async def _store(self, requests: Any, context: Any) -> bytes:
+        metadata = dict(context.invocation_metadata() or ())
+        about = messages.GrpcHostBufferStoreMetadata.FromString(metadata.get(HOST_BUFFER_METADATA) or b"")
+        session = await self._session_of(about, context)
         if about.buffer_size > MEMORY_BYTES:
             await self._abort(context, statuses.invalid_argument(
                 f"host buffer {about.handle}: {about.buffer_size} bytes are more than this host's memory"))
-        let_in = asyncio.get_running_loop().create_future()
-        number = session.uploads.ask(about.handle, about.buffer_size, lambda: _set(let_in))
-        try:
-            await let_in
+        async with _turn(session, about):
             await self._receive(session, about, requests, context)
-        finally:
-            if not session.uploads.forget(number):
-                session.uploads.ended(about.buffer_size)
         return messages.GrpcHostBufferStoreResponse().SerializeToString()
 
     async def _receive(self, session: Session, about: Any, requests: Any, context: Any) -> None:
@@ -285,23 +298,15 @@ class ProxyServer:
 
     async def _read_from_disk(self, data: bytes, context: Any) -> bytes:
         about = messages.GrpcHostBufferReadFromDiskRequest.FromString(data).metadata
-        session = self._session_by_number(about.session_id)
-        if session is None:
-            await self._abort(context, statuses.invalid_argument(f"there is no session {about.session_id}"))
-            raise AssertionError("abort raises")
-        let_in = asyncio.get_running_loop().create_future()
-        number = session.uploads.ask(about.handle, about.buffer_size, lambda: _set(let_in))
+        session = await self._session_of(about, context)
         try:
-            await let_in
-            began = time.time() - (time.monotonic() - session.started)
-            taken = await self._large_transfers.read(session.number, about.handle, about.buffer_size, began)
-            session.buffers.put(about.handle, taken)
+            async with _turn(session, about):
+                began = time.time() - (time.monotonic() - session.started)
+                taken = await self._large_transfers.read(session.number, about.handle, about.buffer_size, began)
+                session.buffers.put(about.handle, taken)
         except StatusError as error:
             # An error here would make jaxlib's client disconnect; so it becomes the array's value.
             session.buffers.fail(about.handle, error.status)
-        finally:
-            if not session.uploads.forget(number):
-                session.uploads.ended(about.buffer_size)
         return messages.GrpcHostBufferReadFromDiskResponse().SerializeToString()
 
     async def _abort(self, context: Any, status: statuses.Status) -> None:
@@ -309,10 +314,7 @@ class ProxyServer:
 
     async def _lookup(self, data: bytes, context: Any) -> None:
         request = messages.GrpcHostBufferLookupRequest.FromString(data)
-        session = self._session_by_number(request.session_id)
-        if session is None:
-            await self._abort(context, statuses.invalid_argument(f"there is no session {request.session_id}"))
-            raise AssertionError("abort raises")
+        session = await self._session_of(request, context)
         arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         session.buffers.look_up(request.handle, lambda value: None if arrived.done() else arrived.set_result(value))
         found = await arrived
