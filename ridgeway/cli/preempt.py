@@ -1,5 +1,6 @@
 """`ridgeway preempt`: have a worker leave with notice, its state kept for its replacement."""
 
+import time
 from typing import Any
 
 import click
@@ -43,9 +44,13 @@ def preempt(name: str | None, where: str, notice_seconds: float | None, no_wait:
             return 0
         missing = {tuple(host) for host in answer["hosts"]}
         failed = False
-        for event in client.follow(since, answer["notice_seconds"] + MARGIN_SECONDS):
+        wait_seconds = answer["notice_seconds"] + MARGIN_SECONDS
+        end = time.monotonic() + wait_seconds
+        for event in client.follow(since, wait_seconds):
             host = (event.get("slice"), event.get("host"))
             if host not in missing:
+                if time.monotonic() > end:
+                    break
                 continue
             place = f"slice {host[0]} host {host[1]}"
             if event["kind"] == "host_suspended":
@@ -55,12 +60,14 @@ def preempt(name: str | None, where: str, notice_seconds: float | None, no_wait:
                 print_line(f"{place} is lost: {event['cause']}")
                 failed = True
             elif event["kind"] == "host_joining":
-                print_line(f"{place} held nothing yet, and is replaced")
+                print_line(f"{place} was not in use yet, and is replaced")
             else:
                 continue
             missing.remove(host)
             if not missing:
                 break
+    for s, h in sorted(missing):
+        print_line(f"what has become of slice {s} host {h} is not known; see `ridgeway events`")
     return EXIT_FAILED if failed or missing else 0
 
 

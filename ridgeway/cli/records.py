@@ -1,5 +1,6 @@
 """`ridgeway events`, `timeline` and `logs`: of the running cluster, or of the last one."""
 
+import difflib
 import json
 import sys
 import time
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from ridgeway.cli import options
+from ridgeway.timeline.kinds import KINDS
 
 POLL_SECONDS = 0.2
 EVENT_FILE = "events.jsonl"
@@ -45,11 +47,28 @@ def format_event(event: dict[str, Any]) -> str:
     return f"{stamp} {event.get('sequence', 0):6d} {event.get('kind', '?'):20s} {fields}".rstrip()
 
 
-@click.command()
+def check_kinds(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """The kinds as they are.
+
+    Raises:
+      click.BadParameter: there is no such kind.
+    """
+    for value in values:
+        if value not in KINDS:
+            near = difflib.get_close_matches(value, KINDS, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise click.BadParameter(f"there are no events of kind {value!r}{hint}; known: {', '.join(KINDS)}")
+    return values
+
+
+@click.command(epilog="Kinds:\n\n\b\n" + "\n".join(f"{kind:22s}{what}" for kind, what in KINDS.items()))
 @options.cluster_name
 @click.option("--follow", "-f", is_flag=True, help="Go on with those to come, until the cluster ends.")
 @click.option("--since", type=click.IntRange(0), default=0, metavar="N", help="From this sequence number on.")
-@click.option("--kind", "kinds", multiple=True, metavar="KIND", help="Only events of this kind (repeatable).")
+@click.option(
+    "--kind", "kinds", multiple=True, metavar="KIND", callback=check_kinds,
+    help="Only events of this kind (repeatable); they are listed below.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 def events(name: str | None, follow: bool, since: int, kinds: tuple[str, ...], as_json: bool) -> int:
     """Show what has happened in a cluster."""
@@ -124,6 +143,8 @@ def logs(name: str | None, slice_index: int | None, host: int | None, head: bool
 
     if host is not None and slice_index is None:
         raise click.UsageError("--host needs --slice: which slice's host?")
+    if head and slice_index is not None:
+        raise click.UsageError("--head and --slice name different logs; give one")
     folder = cluster_folder.latest_logs(name)
 
     def selected() -> list[Path]:

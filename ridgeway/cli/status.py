@@ -90,6 +90,9 @@ def show(state: dict[str, Any]) -> None:
         )
         if session.get("goodput"):
             console.print(f"  {goodput.describe(session['goodput'])}", soft_wrap=True)
+        pythons = [p for p in state["pythons"] if p["session"] == session["session"]]
+        if pythons:
+            console.print(f"  colocated Python: {', '.join(_python(p) for p in pythons)}", soft_wrap=True)
     cache = state.get("compile_cache") or {}
     line = f"compile cache: {cache.get('hits', 0)} hits, {cache.get('misses', 0)} misses"
     if cache.get("folder"):
@@ -101,6 +104,11 @@ def show(state: dict[str, Any]) -> None:
         console.print(f"metrics: http://{state['metrics_address']}/metrics", soft_wrap=True)
     console.print(f"logs: {state['logs_folder']}", soft_wrap=True)
     sys.stdout.flush()
+
+
+def _python(process: dict[str, Any]) -> str:
+    place = f"slice {process['slice']} host {process['host']}"
+    return f"{place} {process['state']}" if process["pid"] is None else f"{place} pid {process['pid']}"
 
 
 def _styled(word: str) -> str:

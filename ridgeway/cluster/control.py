@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.membership import HostState
 from ridgeway.cluster.resource_manager import ResourceManager
 from ridgeway.processes import memory_bytes
@@ -113,7 +114,8 @@ class Control:
         return {
             "topology": [topology.slices, topology.hosts_per_slice, topology.devices_per_host],
             "heartbeat_timeout_seconds": manager.settings.heartbeat_timeout_seconds,
-            "slices": slices, "standbys": standbys, "generations": generations, **self._describe_proxy(),
+            "slices": slices, "standbys": standbys, "generations": generations, "pythons": self._pythons(),
+            **self._describe_proxy(),
         }  # fmt: skip
 
     def _host(self, slot: int) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class Control:
         state = manager.membership.host_state(slot)
         number = manager.membership.slots[slot]
         agent = None if number is None else manager.agents.get(number)
-        link = manager.slots[slot]
+        link = self._executor(slot)
         generation = None if link is None else manager.generations.generation_of(link.number)
         return {
             "slice": manager.topology.slice_of_slot(slot), "host": manager.topology.host_of_slot(slot),
@@ -133,6 +135,21 @@ class Control:
             "memory_bytes": link.memory_bytes if link else 0,
             "host_array_bytes": link.host_array_bytes if link else 0, "restarts": manager.membership.restarts[slot],
         }  # fmt: skip
+
+    def _executor(self, slot: int) -> ExecutorLink | None:
+        """The executor that is a host's now: of a suspended one, which keeps its place, there is no process."""
+        number = self._manager.membership.slots[slot]
+        executor = None if number is None else self._manager.membership.agents[number].executor
+        return None if executor is None else self._manager.executors.get(executor.number)
+
+    def _pythons(self) -> list[dict[str, Any]]:
+        """Processes of colocated Python, by session and place."""
+        found = [
+            {**self._manager.slot_names(p.slot), "session": p.session, "pid": p.pid or None,
+             "state": "ready" if p.is_open else "starting"}
+            for p in self._manager.pythons
+        ]  # fmt: skip
+        return sorted(found, key=lambda p: (p["session"], p["slice"], p["host"]))
 
     def verb_signal(self, slice: int, signal: int, host: int | None = None, target: str = "worker") -> dict[str, Any]:
         manager = self._manager
@@ -150,7 +167,9 @@ class Control:
             agent = None if number is None else manager.agents.get(number)
             if agent is None or manager.membership.host_state(slot) is HostState.ABSENT:
                 continue
-            link = manager.slots[slot]
+            link = self._executor(slot)
+            if target == "executor" and link is None:
+                continue
             pids.append(link.pid if target == "executor" and link is not None else agent.pid)
             manager.emit(
                 "signal_delivered",
@@ -159,7 +178,8 @@ class Control:
             )  # fmt: skip
             agent.send(["deliver_signal", target, signal])
         if not pids:
-            raise ControlError(f"slice {slice} has no running host to signal; see `ridgeway status`")
+            what = "host" if target == "worker" else "executor"
+            raise ControlError(f"slice {slice} has no running {what} to signal; see `ridgeway status`")
         return {"pids": pids}
 
     def _slots(self, slice_index: int, host: int | None) -> list[int]:

@@ -147,12 +147,12 @@ class Head:
         finally:
             for task in tasks:
                 task.cancel()
-            self.events.emit("cluster_stopped", reason=self.stop_reason)
             for agent in self.manager.agents.values():
                 agent.send(["stop", self.stop_reason])
             await self.proxy.stop(STOP_GRACE_SECONDS)
             await self.connections.stop()
             await self.rendezvous.stop()
+            self.events.emit("cluster_stopped", reason=self.stop_reason)
             stop_metrics()
             self.events.close()
 

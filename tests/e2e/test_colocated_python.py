@@ -77,6 +77,10 @@ def test_a_function_runs_on_the_host_of_its_argument(pair: Cluster, program: Con
     assert first[0] != other[0]
     assert {first[0], other[0]}.isdisjoint({*executors, program.pid})
     assert sorted(process.pid for process in python_processes(pair)) == sorted([first[0], other[0]])
+    shown = [(p["slice"], p["host"], p["pid"], p["state"]) for p in pair.status()["pythons"]]
+    assert shown == [(0, 0, first[0], "ready"), (1, 0, other[0], "ready")]
+    code, output, _ = pair.place.call("status")
+    assert code == 0 and f"colocated Python: slice 0 host 0 pid {first[0]}, slice 1" in output
 
 
 def test_all_hosts_of_an_array_run_the_function_on_their_own_shards(program: Controller) -> None:

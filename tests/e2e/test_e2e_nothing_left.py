@@ -4,9 +4,12 @@ import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import e2e_harness as harness
 from e2e_harness import Place, Running, until
+
+from ridgeway.timeline.events import read_events
 
 pytestmark = harness.MARKS
 
@@ -64,6 +67,7 @@ while True:
         assert controller.hear() == "stepping"
         place.note_ports()
         cluster.close()
+        logs = Path(cluster.record.logs_folder)
         code, _, errors = place.call("down")
         assert code == 0, errors
         # The cluster is gone while the program still is there; jax decides whether that raises or ends it.
@@ -71,6 +75,9 @@ while True:
         controller.process.kill()
         controller.process.wait()
     place.assert_nothing_left()
+    kinds = [event["kind"] for event in read_events(logs / "events.jsonl")]
+    assert "session_ended" in kinds[kinds.index("cluster_stopping") :]
+    assert kinds.index("cluster_stopped") == len(kinds) - 1, kinds
 
 
 def test_after_a_start_that_failed(place: Place) -> None:

@@ -217,6 +217,23 @@ flying = mix(both, 4000)
     assert [e["slice"] for e in cluster.events(since, "host_resumed")] == [1]
 
 
+def test_standbys_take_over_both_hosts_of_a_slice_at_once(tmp_path: Path) -> None:
+    with (
+        harness.cluster_in(tmp_path, "1x2x1", "--standby", "2") as cluster,
+        cluster.controller() as controller,
+    ):
+        cluster.wait_whole()
+        controller.run("there = mix(sharded(devices_of(0)), 5); before = np.asarray(there).tobytes()")
+        until(lambda: [s["state"] for s in cluster.status()["standbys"]] == ["ready", "ready"], cluster.describe)
+        standbys = {standby["pid"] for standby in cluster.status()["standbys"]}
+        since = cluster.now()
+        cluster.request("preempt", slice=0)
+        assert controller.run("result = np.asarray(there).tobytes() == before")
+        assert controller.run("result = float(mix(there, 3).sum())") == harness.total(2)
+        assert {host.pid for host in cluster.wait_whole().values()} == standbys
+        assert cluster.events(since, "host_lost") == []
+
+
 def test_a_replacement_that_comes_too_late(tmp_path: Path) -> None:
     with (
         harness.cluster_in(
