@@ -51,7 +51,8 @@ survivors: setup ## 50 kills at bad moments under overlapping device sets; write
 	$(PY) -m benchmarks.survivors $(SURVIVORS_ARGS)
 
 soak: setup ## 100 faults in a row of every kind for each way to recover; writes docs/results/soak.* (an hour)
-	for mode in pause resize snapshots; do $(PY) -m benchmarks.soak --mode $$mode $(SOAK_ARGS) || exit 1; done
+	failed=0; for mode in pause resize snapshots; do \
+		$(PY) -m benchmarks.soak --mode $$mode $(SOAK_ARGS) || failed=1; done; exit $$failed
 
 persistence: setup ## Save and restore 4.5 GiB with a head capped under 1 GB; writes docs/results/persistence.* (minutes)
 	$(PY) -m benchmarks.persistence $(PERSISTENCE_ARGS)

@@ -16,6 +16,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,9 +54,11 @@ DISK_MEBIBYTES = 256
 #: Deadlines of the cluster, short enough for what only they notice.
 SETTINGS = (
     "heartbeat_timeout_seconds=4", "heartbeat_interval_seconds=0.5", "suspect_after_seconds=2",
-    "progress_deadline_seconds=12", "orphan_policy=wait",
+    "progress_deadline_seconds=12", "orphan_policy=wait", "compiler_idle_seconds=0.5",
 )  # fmt: skip
 SILENCE_SECONDS = 4.0
+#: Of the program. glibc keeps what was freed in arenas of its threads: with one, what grows is what is in use.
+PROGRAM_ENVIRONMENT = {"MALLOC_ARENA_MAX": "1"}
 #: Losses of the same step on different meshes differ by the order of their sums alone.
 TOLERANCE = 1e-3
 
@@ -101,6 +104,8 @@ class Program:
         self.steps = 0
         """Made, repeated ones included."""
         self.step = -1
+        self.devices = 0
+        """Of the last step."""
         self.losses: dict[int, str] = {}
         """Step -> loss, of a step that was repeated the last one's."""
         self.exact: dict[int, bool] = {}
@@ -121,7 +126,7 @@ class Program:
                     if exact and self.exact.get(step, False) and self.losses[step] != loss:
                         self.differing.append(f"step {step}: {self.losses[step]}, then {loss}")
                     self.losses[step], self.exact[step] = loss, exact
-                    self.step = step
+                    self.step, self.devices = step, devices
                     self.steps += 1
                     self._say(Moment.STEP)
                 case {"attempt": int(number)}:
@@ -292,7 +297,8 @@ class Soak:
                     )
                     processes.setdefault(role, []).append(child.pid)
         number = self.strikes[-1].fault.number
-        self.samples.append(sample(number, time.monotonic() - self._started, processes))
+        seconds = time.monotonic() - self._started
+        self.samples.append(sample(number, seconds, self._program.devices, processes))
 
 
 # ---- the whole
@@ -371,7 +377,7 @@ def soak(options: Options, work: Path, disk: Path | None, say: Callable[[str], N
     slices, hosts = topology.slices, topology.hosts_per_slice
     name = f"soak-{os.getpid()}"
     with _cluster(name, options.topology, options.standbys, options.separate, work) as record:
-        environment = command_environment(dict(os.environ), record.head_host, record.proxy_port)
+        environment = command_environment(dict(os.environ), record.head_host, record.proxy_port) | PROGRAM_ENVIRONMENT
         with links(record) as (client, events):
             moments = Moments(events)
             injector = Injector(record, client, disk)
@@ -470,6 +476,8 @@ def main(
     click.echo(f"seed {seed}; again: {again}", err=True)
     folder = Path(tempfile.mkdtemp(prefix="ridgeway-soak-")) if work is None else work.absolute()
     folder.mkdir(parents=True, exist_ok=True)
+    # As Ctrl-C: cluster and disk are taken away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if separate:
             soak_network.leave_for_a_namespace_of_our_own()

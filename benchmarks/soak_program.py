@@ -31,10 +31,44 @@ POLL_SECONDS = 1.0
 #: Steps from one program that was never compiled before to the next.
 COMPILE_PERIOD = 20
 SLICE_TIMEOUT_SECONDS = 300.0
+#: More than any attempt has under way at once; the answers of one time after the other pile up.
+TRANSFERS_AT_ONCE = 200
+FILLS = 4
+#: Of a transfer.
+VALUES = 1024
+
+
+#: Standard output as it was at the start: what anybody else prints goes to standard error.
+_messages = sys.stdout
 
 
 def say(**message: Any) -> None:
-    print(json.dumps(message), flush=True)
+    print(json.dumps(message), file=_messages, flush=True)
+
+
+def fill_thread_pools() -> None:
+    """Have more transfers at once than any attempt will, each way.
+
+    jaxlib's client runs transfers and answers on the threads of two `tsl::UnboundedWorkQueue`, which keep as many as
+    there ever were at once. Without this their number would rise with every attempt that sets a new record.
+    """
+    for _ in range(FILLS):
+        _fill_thread_pools()
+
+
+def _fill_thread_pools() -> None:
+    device = jax.devices()[0]
+    hosts = [np.full(VALUES, number, np.float32) for number in range(TRANSFERS_AT_ONCE)]
+    arrays = jax.device_put(hosts, device)
+
+    def add(arrays: list[jax.Array], busy: jax.Array) -> list[jax.Array]:
+        busy = jax.lax.fori_loop(0, 500, lambda _, x: x @ x, busy)
+        return [array + busy[0, 0] for array in arrays]
+
+    # Nothing of it is there before the loop has ended, and then everything is.
+    sums = jax.jit(add)(arrays, jax.device_put(np.eye(256, dtype=np.float32), device))
+    for found, host in zip(jax.device_get(sums), hosts, strict=True):
+        np.testing.assert_array_equal(found, host + 1)
 
 
 class Soak:
@@ -84,6 +118,7 @@ class Soak:
             else:
                 step, state = -1, jax.jit(plain.initialize, out_shardings=shardings)(key)
             say(attempt=self._attempt, devices=len(devices), **{"from": step + 1})
+            last_of_attempt = None if self._options.attempt_steps is None else step + self._options.attempt_steps
             while True:
                 step += 1
                 started = time.monotonic()
@@ -107,8 +142,12 @@ class Soak:
                         self._snapshots.join()
                     raise ScaleUpSignalError
                 if self._is_over(step):
+                    if self._snapshots is not None:
+                        self._snapshots.join()  # an interpreter that ends under it would abort
                     say(end=step)
                     return
+                if step == last_of_attempt:
+                    raise jax.errors.JaxRuntimeError("DATA_LOSS: nothing was lost; see --attempt-steps")
                 time.sleep(max(0.0, started + self._options.pace_seconds - time.monotonic()))
 
 
@@ -121,12 +160,19 @@ def main() -> None:
     parser.add_argument("--model-parallel", type=int, default=2)
     parser.add_argument("--pace-seconds", type=float, default=0.1, help="shortest time of a step")
     parser.add_argument("--steps", type=int, help="end after this step instead of with standard input")
+    parser.add_argument("--attempt-steps", type=int, help="end an attempt after as many, as if something were lost")
     options = parser.parse_args()
+    sys.stdout = sys.stderr
     pathwaysutils.initialize()
     manager = Manager()
     retry = manager.elastic_retry(
-        minimum_slice_count=options.minimum_slices, poll_interval=POLL_SECONDS, timeout=SLICE_TIMEOUT_SECONDS
+        minimum_slice_count=options.minimum_slices,
+        poll_interval=POLL_SECONDS,
+        timeout=SLICE_TIMEOUT_SECONDS,
+        # Each of pathwaysutils' health probes is a program of its own, which jax's caches keep with what it gave.
+        on_elastic_event_callback=jax.clear_caches,
     )
+    fill_thread_pools()
     say(ready=os.getpid())
     retry(Soak(options, manager).train)()
 

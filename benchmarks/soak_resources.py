@@ -29,6 +29,8 @@ class Sample:
     """The number of the last fault before."""
     seconds: float
     """Since the start."""
+    devices: int
+    """That the program was at work on."""
     roles: dict[str, list[Usage]]
 
     def total(self, role: str, metric: str) -> float:
@@ -59,7 +61,7 @@ def usage_of(process: psutil.Process) -> Usage | None:
     return {"memory": memory, "threads": threads, "sockets": sockets, "files": len(links) - sockets}
 
 
-def sample(fault: int, seconds: float, processes: Mapping[str, Iterable[int]]) -> Sample:
+def sample(fault: int, seconds: float, devices: int, processes: Mapping[str, Iterable[int]]) -> Sample:
     """A sample of the processes given by role."""
     roles: dict[str, list[Usage]] = {}
     for role, pids in processes.items():
@@ -70,7 +72,7 @@ def sample(fault: int, seconds: float, processes: Mapping[str, Iterable[int]]) -
                 continue
             if usage is not None:
                 roles.setdefault(role, []).append(usage)
-    return Sample(fault, seconds, roles)
+    return Sample(fault, seconds, devices, roles)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,9 +93,18 @@ class Trend:
         return self.last <= self.first * (1 + GROWTH) + SLACK[self.metric]
 
 
+def comparable(samples: Sequence[Sample]) -> list[Sample]:
+    """From `SETTLED_AFTER` on those that were taken while the program was at work on the whole mesh.
+
+    On a smaller one there are fewer executors in a generation, with fewer connections and shards.
+    """
+    whole = max((taken.devices for taken in samples), default=0)
+    return [taken for taken in samples if taken.fault >= SETTLED_AFTER and taken.devices == whole]
+
+
 def trends(samples: Sequence[Sample]) -> list[Trend]:
-    """All trends, from `SETTLED_AFTER` on; none if there are too few samples to compare."""
-    settled = [taken for taken in samples if taken.fault >= SETTLED_AFTER]
+    """All trends of the `comparable` samples; none if there are too few."""
+    settled = comparable(samples)
     part = int(len(settled) * COMPARED)
     if part < 1:
         return []

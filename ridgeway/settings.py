@@ -69,6 +69,8 @@ class Settings:
     """How long calls of colocated Python wait for the end of objects that were dropped before."""
     compile_timeout_seconds: float = 1800.0
     """One compilation."""
+    compiler_idle_seconds: float = 2.0
+    """After so long without a compilation a compiler lets go of what it compiles with (threads, memory)."""
     compile_attempts: int = 3
     """How often a program is compiled again after the compiler process died, before it is called a bug."""
     program_crash_limit: int = 3

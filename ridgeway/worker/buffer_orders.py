@@ -1,5 +1,6 @@
 """Orders about buffers: bring bytes in, move them, answer for them."""
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +228,7 @@ class BufferOrders:
             if error is not None:
                 answer(None, error)
             else:
-                _when_all(promised, lambda error: answer(None, error))
+                when_all(promised, lambda error: answer(None, error))
 
         if arrays:
             executor.waiters.submit(wait, computed, any(self._store.spans(number) for number in groups))
@@ -258,18 +259,28 @@ def _decoded(decode: Callable[[Any], np.ndarray], deliver: Deliver) -> Callable[
     return resolved
 
 
-def _when_all(shards: list[buffers.PromisedShard], done: Callable[[Status | None], None]) -> None:
-    """``done(None)`` when the bytes of all are here, or the first error."""
-    rest = iter(shards)
+def when_all(shards: list[buffers.PromisedShard], done: Callable[[Status | None], None]) -> None:
+    """``done(None)`` when the bytes of all are here, or the first error; on the thread that resolves the last one.
 
-    def step(_: Any, error: Status | None) -> None:
-        shard = next(rest, None) if error is None else None
-        if shard is None:
-            done(error)
-        else:
-            shard.promise.when_resolved(_decoded(shard.decode, step))
+    An order may name thousands of shards, so none is looked at from within another one's callback.
+    """
+    lock = threading.Lock()
+    left = len(shards)
 
-    step(None, None)
+    def one(_: Any, error: Status | None) -> None:
+        nonlocal left
+        with lock:
+            if left == 0:
+                return  # an error was enough
+            left = 0 if error is not None else left - 1
+            if left > 0:
+                return
+        done(error)
+
+    if not shards:
+        done(None)
+    for shard in shards:
+        shard.promise.when_resolved(_decoded(shard.decode, one))
 
 
 def _decoder(kind: int, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Callable[[Any], np.ndarray]:

@@ -5,7 +5,9 @@
   whatever its processes and devices (measured on CPU), so it is compiled once, on a client made for that alone.
 """
 
+import gc
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -31,16 +33,27 @@ _COMPILER_CALLBACKS = {
 """Target of a custom call -> what makes it."""
 
 _clients: dict[int, Any] = {}
+_clients_lock = threading.Lock()
 
 
 def _client(devices: int) -> Any:
     """A client with so many devices; few are kept, since each has about four threads per device."""
-    client = _clients.get(devices)
-    if client is None:
-        while len(_clients) >= _CLIENT_LIMIT:
-            del _clients[next(iter(_clients))]
-        client = _clients[devices] = xla_client.make_cpu_client(asynchronous=True, num_devices=devices)
-    return client
+    with _clients_lock:
+        client = _clients.get(devices)
+        if client is None:
+            while len(_clients) >= _CLIENT_LIMIT:
+                del _clients[next(iter(_clients))]
+            client = _clients[devices] = xla_client.make_cpu_client(asynchronous=True, num_devices=devices)
+        return client
+
+
+def release_clients() -> None:
+    """Let go of the clients that are kept, with their threads; the next compilation makes one again (milliseconds)."""
+    with _clients_lock:
+        if not _clients:
+            return
+        _clients.clear()
+    gc.collect()  # a client is part of a cycle
 
 
 def compile_program(artifact: bytes, options: bytes, replicas: int, partitions: int) -> tuple[dict[str, Any], bytes]:

@@ -1,8 +1,11 @@
 """The compiler: a process that compiles programs for the head, so that neither an executor's orders nor its data
 are touched by a compilation, or by one that crashes XLA."""
 
+import contextlib
 import os
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +17,32 @@ from ridgeway.worker.executor import EXIT_HEAD_GONE, EXIT_REFUSED
 from ridgeway.worker.process_identity import hello_versions
 
 PARALLEL_COMPILATIONS = 2
+
+
+class Activity:
+    """Whether compilations are under way, and since when there is none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._ended = time.monotonic()
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """One is under way in the block."""
+        with self._lock:
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count -= 1
+                self._ended = time.monotonic()
+
+    def idle_seconds(self) -> float:
+        """Since the last one ended; 0 while there is one."""
+        with self._lock:
+            return 0.0 if self._count else time.monotonic() - self._ended
 
 
 def main(arguments: dict[str, Any]) -> int:
@@ -35,37 +64,38 @@ def main(arguments: dict[str, Any]) -> int:
     if answer[0] != "welcome":
         print(f"compiler {arguments['compiler']}: refused: {answer[-1]}", flush=True)
         return EXIT_REFUSED
-    interval = arguments["settings"]["heartbeat_interval_seconds"]
-    threading.Thread(target=_heartbeats, args=(link, interval), name="heartbeats", daemon=True).start()
+    activity = Activity()
+    settings = arguments["settings"]
+    intervals = settings["heartbeat_interval_seconds"], settings["compiler_idle_seconds"]
+    threading.Thread(target=_heartbeats, args=(link, activity, *intervals), name="heartbeats", daemon=True).start()
     pool = ThreadPoolExecutor(PARALLEL_COMPILATIONS, thread_name_prefix="compile")
     try:
         while True:
             message, attached = link.receive()
-            pool.submit(_work, link, message, attached)
+            pool.submit(_work, link, activity, message, attached)
     except LinkClosed:
         return EXIT_HEAD_GONE
 
 
-def _heartbeats(link: blocking_link.BlockingLink, interval_seconds: float) -> None:
+def _heartbeats(
+    link: blocking_link.BlockingLink, activity: Activity, interval_seconds: float, idle_seconds: float
+) -> None:
     pause = threading.Event()
     try:
         while not pause.wait(interval_seconds):
             link.send(["heartbeat"])
+            if activity.idle_seconds() >= idle_seconds:
+                compilation.release_clients()
     except LinkClosed:
         pass
 
 
-def _work(link: blocking_link.BlockingLink, message: list[Any], attached: list[bytearray]) -> None:
+def _work(link: blocking_link.BlockingLink, activity: Activity, message: list[Any], attached: list[bytearray]) -> None:
     request = message[1]
     try:
-        if message[0] == "compile":
-            _, _, options, replicas, partitions = message
-            metadata, serialized = compilation.compile_program(bytes(attached[0]), options, replicas, partitions)
-            link.send(["reply", request, metadata], [serialized])
-        else:
-            _, _, options, replicas, partitions = message
-            text = compilation.program_text(bytes(attached[0]), options, replicas, partitions)
-            link.send(["reply", request, text])
+        with activity.compiling():
+            answer, results = _answer(message, attached)
+        link.send(["reply", request, answer], results)
     except LinkClosed:
         pass
     except Exception as error:
@@ -74,3 +104,11 @@ def _work(link: blocking_link.BlockingLink, message: list[Any], attached: list[b
             link.send(["error", request, int(status.code), status.message])
         except LinkClosed:
             pass
+
+
+def _answer(message: list[Any], attached: list[bytearray]) -> tuple[Any, list[bytes]]:
+    kind, _, options, replicas, partitions = message
+    if kind == "compile":
+        metadata, serialized = compilation.compile_program(bytes(attached[0]), options, replicas, partitions)
+        return metadata, [serialized]
+    return compilation.program_text(bytes(attached[0]), options, replicas, partitions), []
