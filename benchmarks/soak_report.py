@@ -186,7 +186,7 @@ def draw(known: dict[str, Any], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.2 * len(known)), layout="constrained")
+    figure = Figure(figsize=(16, 4.2 * len(known)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(known), 3, squeeze=False)
     for row, (mode, report) in zip(axes, known.items(), strict=True):
@@ -197,7 +197,9 @@ def draw(known: dict[str, Any], path: Path) -> None:
                 ordered = sorted(values)
                 shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
                 row[0].step(ordered, shares, where="post", label=f"{label} ({len(ordered)})")
-        row[0].set(title=TITLES[mode], xlabel="seconds", ylabel="share recovered", ylim=(0, 1))
+        row[0].set(title=TITLES[mode], xlabel="seconds", xscale="log", ylabel="share recovered", ylim=(0, 1))
+        row[0].xaxis.set_major_formatter("{x:g}")
+        row[0].grid(alpha=0.3)
         if recoveries or recovered:
             row[0].legend(loc="lower right", fontsize="small")
         samples = report["samples"]
@@ -206,7 +208,10 @@ def draw(known: dict[str, Any], path: Path) -> None:
             for role in roles:
                 totals = [sum(u[metric] for u in taken["roles"].get(role, [])) / scale for taken in samples]
                 place.plot([taken["fault"] for taken in samples], totals, label=role, linewidth=1)
-            place.set(title=f"{metric} of all processes of a kind", xlabel="fault", ylabel=unit, ylim=(0, None))
+            place.set(title=f"{metric} of all processes of a kind", xlabel="fault", ylabel=unit, yscale="log")
+            place.yaxis.set_major_formatter("{x:g}")
+            place.yaxis.set_minor_formatter("")
+            place.grid(alpha=0.3)
             if roles:
-                place.legend(fontsize="x-small", ncols=2)
+                place.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=80)
