@@ -51,7 +51,7 @@ def test_what_cannot_be_done_is_said(cluster: Cluster) -> None:
 def test_a_soak_is_judged_by_what_grows() -> None:
     def sample(fault: int, threads: float) -> Sample:
         usage = {"memory": 100 << 20, "threads": threads, "sockets": 5, "files": 9}
-        return Sample(fault, float(fault), {"head": [usage], "executors": [dict(usage), dict(usage)]})
+        return Sample(fault, float(fault), 6, {"head": [usage], "executors": [dict(usage), dict(usage)]})
 
     flat = trends([sample(n, 20 + n % 3) for n in range(1, 60)])
     assert {(t.role, t.metric) for t in flat} >= {("head", "threads"), ("executors", "memory")}
