@@ -61,6 +61,8 @@ class Settings:
     """How many shards one executor writes to storage or reads from it at a time."""
     persistence_chunk_bytes: int = 64 << 20
     """About the largest file of an array that executors write to storage."""
+    plugin_connect_seconds: float = 10.0
+    """How long a compilation that asks the controller's Python waits for the plugin there to connect."""
     callback_timeout_seconds: float = 3600.0
     """How long a program waits for the controller to run a host callback."""
     python_call_timeout_seconds: float = 3600.0
@@ -120,6 +122,10 @@ class Settings:
     """Requests and events shown in the proxy's part of a profile."""
     spare_rendezvous_services: int = 2
     """Key-value services kept ready for the next generations."""
+    slices_shown: str = "all"
+    """What programs see as `slice_index`: ``all``, the slices as they are, which elastic training needs; ``one``, every
+    device in slice 0, for programs written for one slice (`jax.make_mesh` refuses several). Slices still fail and
+    return by themselves."""
     device_memory_limit_bytes: int = 0
     """Memory of one CPU device as shown by `status`; 0: an equal part of the host's."""
 
@@ -149,6 +155,9 @@ def load_settings(overrides: Mapping[str, Any] | None = None, environment: Mappi
     return Settings(**{name: _convert(name, value, fields[name].default) for name, value in values.items()})
 
 
+_CHOICES = {"orphan_policy": ("exit", "wait"), "slices_shown": ("all", "one")}
+
+
 def _convert(name: str, value: Any, default: Any) -> Any:
     kind = type(default)
     try:
@@ -157,6 +166,7 @@ def _convert(name: str, value: Any, default: Any) -> Any:
         raise ValueError(f"setting {name} = {value!r} is not a {kind.__name__}") from None
     if kind in (int, float) and converted < 0:
         raise ValueError(f"setting {name} = {value!r} is negative")
-    if name == "orphan_policy" and converted not in ("exit", "wait"):
-        raise ValueError(f"setting orphan_policy = {value!r} is neither 'exit' nor 'wait'")
+    choices = _CHOICES.get(name)
+    if choices is not None and converted not in choices:
+        raise ValueError(f"setting {name} = {value!r} is neither {choices[0]!r} nor {choices[1]!r}")
     return converted

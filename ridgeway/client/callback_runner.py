@@ -1,5 +1,5 @@
-"""Runs host callbacks when the server asks for it and prints what workers print, over a stream that is opened when
-there is a first one of these."""
+"""Runs host callbacks when the server asks for it, answers what compilations ask and prints what workers print, over a
+stream that is opened when there is a first one of these."""
 
 import atexit
 import itertools
@@ -136,6 +136,8 @@ class CallbackRunner:
                     self._ready.set()
                 elif message[0] == "call":
                     self._threads.submit(lambda rest=message[1:]: self._run(outgoing, *rest))
+                elif message[0] == "ask":
+                    self._threads.submit(lambda rest=message[1:]: _answer(outgoing, *rest))
                 elif message[0] == "output":
                     _print(*message[1:])
                 elif message[0] == "flushed":
@@ -150,11 +152,25 @@ class CallbackRunner:
                 raise RuntimeError("the program of this callback is gone")
             answer = ["result", call, run(shapes, operands)]
         except BaseException as error:
-            frames = error.__traceback__
-            for _ in range(OWN_FRAMES):
-                frames = frames.tb_next if frames is not None else None
-            answer = ["failed", call, "".join(traceback.format_exception(type(error), error, frames))]
+            answer = ["failed", call, _told(error)]
         outgoing.put(callback_link.pack(answer))
+
+
+def _answer(outgoing: "queue.SimpleQueue[bytes]", number: int, question: bytes) -> None:
+    from ridgeway.client import compiler_callbacks  # here, since it needs more of jax than most programs have loaded
+
+    try:
+        answer = ["result", number, compiler_callbacks.answer(question)]
+    except BaseException as error:
+        answer = ["failed", number, _told(error)]
+    outgoing.put(callback_link.pack(answer))
+
+
+def _told(error: BaseException) -> str:
+    frames = error.__traceback__
+    for _ in range(OWN_FRAMES):
+        frames = frames.tb_next if frames is not None else None
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _print(place: str, stream: str, line: str) -> None:

@@ -15,18 +15,30 @@ import jax
 
 _MODULE = "jax.experimental.colocated_python"
 
+_session: int | None = None
+_followed: set[int] = set()
+
 
 def follow_when_needed(session: int) -> None:
     """Print the output of a session from the moment that this program uses colocated Python."""
+    global _session
+    _session = session
     if _MODULE in sys.modules:
         _follow(session)
     else:
         sys.meta_path.insert(0, _Watch(session))
 
 
+def follow_now() -> None:
+    """Open the stream of this process's session if it is not open yet."""
+    if _session is not None and _session not in _followed:
+        _follow(_session)
+
+
 def _follow(session: int) -> None:
     from ridgeway.client import callback_runner
 
+    _followed.add(session)
     target = jax.config.read("jax_backend_target")
     threading.Thread(target=lambda: callback_runner.runner_for(target).follow(session), daemon=True).start()
 

@@ -1,13 +1,16 @@
 """Compiler processes and what they are compiling."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status
 from ridgeway.settings import Settings
 from ridgeway.transport.stream_link import StreamLink
+
+Ask = Callable[[bytes], Awaitable[bytes]]
+"""From what a compilation asks to the answer; raises `statuses.StatusError` if there is none."""
 
 
 class CompilerLost(Exception):
@@ -30,6 +33,8 @@ class Compiler:
         self.leaving = False
         """its host is preempted"""
         self.pending: dict[int, asyncio.Future[tuple[list[Any], list[bytes]]]] = {}
+        self.asked: dict[int, Ask] = {}
+        """who knows what these compilations ask"""
 
 
 class CompilerPool:
@@ -41,6 +46,7 @@ class CompilerPool:
         self._compilers: dict[int, Compiler] = {}
         self._environments: set[str] = set()
         self._next_request = 0
+        self._questions: set[asyncio.Task[None]] = set()
         self._joined = asyncio.Event()
         self.is_awaited: Callable[[], bool] = lambda: False
         """Whether a host whose compiler has left is expected back, however long that takes."""
@@ -102,6 +108,10 @@ class CompilerPool:
         """A message of a compiler."""
         if message[0] == "heartbeat":
             return
+        if message[0] == "ask":
+            self._questions.add(task := asyncio.create_task(self._answer(compiler, *message[1:])))
+            task.add_done_callback(self._questions.discard)
+            return
         future = compiler.pending.pop(message[1], None)
         if future is None or future.done():
             return
@@ -110,16 +120,27 @@ class CompilerPool:
         else:
             future.set_exception(Status(Code(message[2]), message[3]).error())
 
+    async def _answer(self, compiler: Compiler, request: int, number: int, question: bytes) -> None:
+        ask = compiler.asked.get(request)
+        try:
+            if ask is None:
+                raise statuses.unimplemented("nobody can say what this compilation asks").error()
+            answer = ["answer", number, await ask(question)]
+        except statuses.StatusError as error:
+            answer = ["unanswered", number, error.status.message]
+        compiler.link.send(answer)
+
     async def compile(
-        self, artifact: bytes, options: bytes, replicas: int, partitions: int
+        self, artifact: bytes, options: bytes, replicas: int, partitions: int, ask: Ask | None = None
     ) -> tuple[dict[str, Any], bytes]:
-        """Metadata and serialized executable; see `worker.compilation.compile_program`.
+        """Metadata and serialized executable; see `worker.compilation.compile_program`. ``ask`` knows what Python of
+        the program's own would say (`protocol.compiler_callbacks`).
 
         Raises:
           statuses.StatusError: XLA refused the program, no compiler came in time, or the program crashed
             ``compile_attempts`` compilers (then it is UNIMPLEMENTED: not to be tried again).
         """
-        fields, buffers = await self._run("compile", artifact, options, replicas, partitions)
+        fields, buffers = await self._run("compile", artifact, options, replicas, partitions, ask)
         return fields[0], buffers[0]
 
     async def program_text(self, serialized: bytes, options: bytes, replicas: int, partitions: int) -> str:
@@ -131,7 +152,9 @@ class CompilerPool:
         fields, _ = await self._run("text", serialized, options, replicas, partitions)
         return fields[0]
 
-    async def _run(self, kind: str, data: bytes, options: bytes, replicas: int, partitions: int) -> Any:
+    async def _run(
+        self, kind: str, data: bytes, options: bytes, replicas: int, partitions: int, ask: Ask | None = None
+    ) -> Any:
         deadline = asyncio.get_running_loop().time() + self._settings.compile_timeout_seconds
         attempt = 1
         while attempt <= self._settings.compile_attempts:
@@ -140,6 +163,8 @@ class CompilerPool:
             request = self._next_request
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             compiler.pending[request] = future
+            if ask is not None:
+                compiler.asked[request] = ask
             compiler.link.send([kind, request, options, replicas, partitions], [data])
             try:
                 return await asyncio.wait_for(future, max(0.0, deadline - asyncio.get_running_loop().time()))
@@ -152,6 +177,8 @@ class CompilerPool:
                     f"a compilation took longer than {self._settings.compile_timeout_seconds} s "
                     "(compile_timeout_seconds)"
                 ).error() from None
+            finally:
+                compiler.asked.pop(request, None)
         raise statuses.unimplemented(
             f"this program ended {self._settings.compile_attempts} compiler processes one after the other; "
             "it makes XLA crash, please report it with the program's text"

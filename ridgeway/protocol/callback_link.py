@@ -6,10 +6,11 @@ stream of its own to the server's port, a gRPC method whose messages are Message
     client -> server   ["hello", client id]        once, first
                        ["result", call, bytes]
                        ["failed", call, text]      the callback raised
-                       ["follow", session]         have what this session's colocated Python prints
+                       ["follow", session]         have what this session's colocated Python prints, be asked for it
                        ["flush", number]
     server -> client   ["ready"]                   once, first
                        ["call", call, callback number of this client, shapes of the operands, bytes]
+                       ["ask", number, question]   what a compilation asks (`compiler_callbacks`), answered like a call
                        ["output", place, "stdout" or "stderr", line]
                        ["flushed", number]         all output that was there at that flush has been sent
 

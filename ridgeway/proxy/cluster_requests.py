@@ -22,6 +22,7 @@ def init(session: Session, request: Any, response: Any, later: Later) -> None:
     response.session_id = session.number
     response.platform_name = PLATFORM
     versions = session.services.versions
+    one_slice = session.services.settings.slices_shown == "one"
     response.platform_version = f"ridgeway {versions['ridgeway']} jaxlib {versions['jaxlib']}"
     response.platform_id = int.from_bytes(PLATFORM.encode(), "little")
     response.process_index = 0
@@ -36,7 +37,7 @@ def init(session: Session, request: Any, response: Any, later: Later) -> None:
         )  # fmt: skip
         message.attributes.version_number = 0
         attributes = message.attributes.attributes
-        attributes["slice_index"].int64_value = topology.slice_of_slot(slot)
+        attributes["slice_index"].int64_value = 0 if one_slice else topology.slice_of_slot(slot)
         attributes["host_index"].int64_value = topology.host_of_slot(slot)
         # Equal for all: the data loader sits on the controller, and MaxText divides the batch by task.
         attributes["task_id"].int64_value = 0

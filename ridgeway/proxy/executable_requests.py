@@ -59,7 +59,8 @@ def compile(session: Session, request: Any, response: Any, later: Later) -> Any:
         over = session.services.observer.compiling(session)
         try:
             compiled = await session.services.programs.compile(
-                program.data, serialized_options, len(assignment), len(assignment[0]), session.number
+                program.data, serialized_options, len(assignment), len(assignment[0]), session.number,
+                lambda question: session.services.callbacks.ask(session.number, question),
             )
         finally:
             over()

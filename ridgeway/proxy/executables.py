@@ -26,6 +26,8 @@ class CompiledProgram:
     options: bytes
     replicas: int
     partitions: int
+    private: bool = False
+    """compiled for one session, whose Python was asked"""
 
 
 def program_key(artifact: bytes, options: bytes, replicas: int, partitions: int, platform: str) -> str:

@@ -1,9 +1,11 @@
 """Host callbacks between the workers that call them and the client that runs them.
 
 The client's plugin has a stream to this server on which calls go out and results come back (`protocol.callback_link`).
-jaxlib's client polls for calls too, but cannot run any: it is told of none until the program is dropped.
+Questions that a compilation has for the controller's Python (`protocol.compiler_callbacks`) go the same way. jaxlib's
+client polls for calls too, but cannot run any: it is told of none until the program is dropped.
 """
 
+import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +28,10 @@ EARLY_LINES_LIMIT = 1000
 
 _DROPPED = statuses.failed_precondition("the program of a host callback was dropped, or its client went away")
 _NO_STREAM = statuses.unavailable("the client's connection for host callbacks is closed")
+_NOBODY_TO_ASK = statuses.unimplemented(
+    "this program calls Python from inside the compiler (jax.debug.inspect_array_sharding, custom_partitioning), which "
+    "needs Ridgeway installed in the client's Python, where jax finds it as a plugin"
+)
 
 
 class _Call:
@@ -66,6 +72,21 @@ class CallbackStream:
         self._lines_dropped = 0
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+
+    async def ask(self, question: bytes) -> bytes:
+        """The answer of the client's Python to what a compilation asks.
+
+        Raises:
+          StatusError: it has none.
+        """
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._send(callback_link.pack(["ask", number, question]))
+        try:
+            return await answer
+        finally:
+            self._asked.pop(number, None)
 
     def call(self, call: _Call, shapes: list[list[int]], data: bytes) -> None:
         """Have the client run a callback."""
@@ -91,6 +112,12 @@ class CallbackStream:
           ValueError: it is no such message.
         """
         kind, number, value = message
+        asked = self._asked.get(number)
+        if asked is not None and not asked.done():
+            if kind == "result":
+                asked.set_result(value)
+            else:
+                asked.set_exception(Status(Code.UNKNOWN, statuses.without_retried_words(str(value))).error())
         call = self._calls.pop(number, None)
         if call is None:
             return  # it was given up meanwhile
@@ -109,24 +136,46 @@ class CallbackStream:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.finish(_NO_STREAM)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(_NO_STREAM.error())
 
 
 class HostCallbackRegistry:
     """All callbacks of a head, by the number that workers know them by, and all clients' streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, connect_seconds: float) -> None:
         self._numbers = itertools.count(1)
         self._callbacks: dict[int, HostCallback] = {}
         self._streams: dict[Client, CallbackStream] = {}
+        self._connect_seconds = connect_seconds
         self._followers: dict[int, CallbackStream] = {}
-        """by session, who prints its output"""
+        """by session, who prints its output and knows its Python"""
+        self._waiting = asyncio.Event()
+        """set, and replaced, when there is one more"""
         self._early_lines: dict[int, deque[tuple[str, str, str]]] = {}
 
     def follow(self, session: int, stream: CallbackStream) -> None:
-        """A client wants the output of its session."""
+        """A client wants the output of its session, and to be asked for it."""
         self._followers[session] = stream
+        waiting, self._waiting = self._waiting, asyncio.Event()
+        waiting.set()
         for line in self._early_lines.pop(session, ()):
             stream.output(*line)
+
+    async def ask(self, session: int, question: bytes) -> bytes:
+        """What the Python of a session's client answers to a compilation.
+
+        Raises:
+          StatusError: nothing, or the client has no plugin that could be asked.
+        """
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                while session not in self._followers:
+                    await self._waiting.wait()
+        except TimeoutError:
+            raise _NOBODY_TO_ASK.error() from None
+        return await self._followers[session].ask(question)
 
     def output(self, session: int, place: str, stream: str, line: str) -> None:
         """User code on a worker has printed a line."""

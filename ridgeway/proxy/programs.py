@@ -1,13 +1,16 @@
 """Compile once: the head's table of compiled programs, over the persistent cache and the compiler processes."""
 
 import asyncio
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from ridgeway.cluster.compilers import Ask
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.cluster.resource_manager import ResourceManager
+from ridgeway.protocol import compiler_callbacks
 from ridgeway.proxy.compile_cache import CompileCache
 from ridgeway.proxy.executables import CompiledProgram, Executable, program_key
 
@@ -28,18 +31,24 @@ class Programs:
         self._running: dict[str, asyncio.Task[tuple[CompiledProgram, bool]]] = {}
         self._users: dict[str, int] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
+        self._numbers = itertools.count(1)
         self._used_together: OrderedDict[str, Executable] = OrderedDict()
         """programs that spanned executors, the last used last"""
 
     async def compile(
-        self, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int
+        self, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int, ask: Ask
     ) -> CompiledProgram:
-        """The compiled program, from memory, disk or a compiler; the same request twice at once compiles once.
+        """The compiled program, from memory, disk or a compiler; the same request twice at once compiles once. One that
+        asks the controller's Python while it is compiled (over ``ask``) is compiled each time, since its bytes do not
+        say what that would answer.
 
         Raises:
           statuses.StatusError: see `cluster.compilers.CompilerPool.compile`.
         """
         platform = f"{self._platform} {await self._manager.compilers.known_environment()}"
+        asks = compiler_callbacks.may_ask(artifact)
+        if asks:
+            platform += f" compilation {next(self._numbers)}"
         key = program_key(artifact, options, replicas, partitions, platform)
         started = time.monotonic()
         found = self._compiled.get(key)
@@ -50,7 +59,9 @@ class Programs:
         else:
             task = self._running.get(key)
             if task is None:
-                task = asyncio.create_task(self._make(key, artifact, options, replicas, partitions, session))
+                task = asyncio.create_task(
+                    self._make(key, artifact, options, replicas, partitions, session, ask if asks else None)
+                )
                 self._running[key] = task
                 task.add_done_callback(lambda _: self._running.pop(key, None))
             found, hit = await asyncio.shield(task)
@@ -61,17 +72,19 @@ class Programs:
         return found
 
     async def _make(
-        self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int
+        self, key: str, artifact: bytes, options: bytes, replicas: int, partitions: int, session: int, ask: Ask | None
     ) -> tuple[CompiledProgram, bool]:
-        stored = await asyncio.to_thread(self.cache.load, key)
+        stored = None if ask else await asyncio.to_thread(self.cache.load, key)
         if stored is None:
             self._emit("compile_started", program=key[:16], session=session, devices=replicas * partitions)
-            metadata, serialized = await self._manager.compilers.compile(artifact, options, replicas, partitions)
-            await asyncio.to_thread(self.cache.store, key, metadata, serialized)
+            metadata, serialized = await self._manager.compilers.compile(artifact, options, replicas, partitions, ask)
+            if ask is None:
+                await asyncio.to_thread(self.cache.store, key, metadata, serialized)
         else:
             metadata, serialized = stored
-        compiled = CompiledProgram(key, metadata, serialized, options, replicas, partitions)
-        self._compiled[key] = compiled
+        compiled = CompiledProgram(key, metadata, serialized, options, replicas, partitions, ask is not None)
+        if not compiled.private:
+            self._compiled[key] = compiled
         while len(self._compiled) > COMPILED_KEPT:
             self._compiled.popitem(last=False)
         return compiled, stored is not None
@@ -88,7 +101,7 @@ class Programs:
             self._users[executable.program] = left
             return
         del self._users[executable.program]
-        if executable.callbacks:
+        if executable.callbacks or executable.compiled.private:
             self._unload(executable.program)  # it is like no other
             return
         self._idle[executable.program] = None

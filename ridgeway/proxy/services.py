@@ -38,7 +38,7 @@ class Services:
         self.versions = versions
         self.dispatcher = Dispatcher(manager, programs)
         self.observer = RecoveryObserver(manager, emit, settings.goodput_report_seconds)
-        self.callbacks = HostCallbackRegistry()
+        self.callbacks = HostCallbackRegistry(settings.plugin_connect_seconds)
         self.profiler = Profiler(manager, settings, emit, subscribe)
         manager.on_host_callback = self.callbacks.called
         self.handlers: dict[str, Handler] = {}

@@ -5,6 +5,7 @@
   whatever its processes and devices (measured on CPU), so it is compiled once, on a client made for that alone.
 """
 
+import contextlib
 import gc
 import os
 import threading
@@ -16,9 +17,11 @@ from jaxlib import _jax, xla_client  # pyright: ignore[reportAttributeAccessIssu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from ridgeway.protocol import dtypes
+from ridgeway.protocol import compiler_callbacks, dtypes
 from ridgeway.protocol import status as statuses
+from ridgeway.protocol.status import Code, Status
 from ridgeway.worker.host_cpu import cpu_identity
+from ridgeway.worker.partitioning import Ask, Questions, nobody
 
 _MEMORY_STATS = (
     "generated_code_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
@@ -26,11 +29,6 @@ _MEMORY_STATS = (
     "host_output_size_in_bytes", "host_alias_size_in_bytes", "host_temp_size_in_bytes", "peak_memory_in_bytes",
 )  # fmt: skip
 _CLIENT_LIMIT = 2
-_COMPILER_CALLBACKS = {
-    "InspectSharding": "jax.debug.inspect_array_sharding",
-    "CustomSPMDPartitioning": "jax.experimental.custom_partitioning",
-}
-"""Target of a custom call -> what makes it."""
 
 _clients: dict[int, Any] = {}
 _clients_lock = threading.Lock()
@@ -56,8 +54,11 @@ def release_clients() -> None:
     gc.collect()  # a client is part of a cycle
 
 
-def compile_program(artifact: bytes, options: bytes, replicas: int, partitions: int) -> tuple[dict[str, Any], bytes]:
-    """Compile a StableHLO portable artifact for ``replicas x partitions`` devices.
+def compile_program(
+    artifact: bytes, options: bytes, replicas: int, partitions: int, ask: Ask = nobody
+) -> tuple[dict[str, Any], bytes]:
+    """Compile a StableHLO portable artifact for ``replicas x partitions`` devices; ``ask`` brings questions to the
+    controller (see `worker.partitioning`).
 
     Returns:
       (metadata, serialized executable).  The metadata is plain data: name, inputs and outputs as [shape, dtype kind],
@@ -75,16 +76,21 @@ def compile_program(artifact: bytes, options: bytes, replicas: int, partitions: 
             raise statuses.invalid_argument(
                 f"the program is not a StableHLO artifact of this jaxlib: {error}"
             ).error() from None
-        _refuse_compiler_callbacks(artifact, module)
         metadata = _signature(module)
         parsed = xla_client.CompileOptions.ParseFromString(options)
         local = sorted(client.local_devices(), key=lambda d: d.id)
         ids = np.array([d.id for d in local], dtype=np.int32).reshape(replicas, partitions)
         parsed.device_assignment = xla_client.DeviceAssignment.create(ids)
-        try:
-            executable = client.compile_and_load(module, _jax.DeviceList(tuple(local)), parsed)
-        except Exception as error:
-            raise statuses.classify_runtime_error(str(error)).error() from None
+        with Questions(ask) if compiler_callbacks.may_ask(artifact) else contextlib.nullcontext() as questions:
+            if questions is not None:
+                questions.redirect(module)
+            try:
+                executable = client.compile_and_load(module, _jax.DeviceList(tuple(local)), parsed)
+            except Exception as error:
+                if questions is not None and questions.failure is not None:
+                    text = f"Python that was called while the program was partitioned: {questions.failure}"
+                    raise Status(Code.UNKNOWN, statuses.without_retried_words(text)).error() from None
+                raise statuses.classify_runtime_error(str(error)).error() from None
     metadata.update(_describe(executable))
     return metadata, client.serialize_executable(executable)
 
@@ -105,27 +111,6 @@ def program_text(serialized: bytes, options: bytes, replicas: int, partitions: i
         return "\n\n".join(module.to_string() for module in executable.hlo_modules())
     except Exception as error:
         raise statuses.classify_runtime_error(str(error)).error() from None
-
-
-def _refuse_compiler_callbacks(artifact: bytes, module: Any) -> None:
-    """Some programs carry the address of a function that XLA calls while it compiles: an address in the process of
-    the user, with which this one would crash."""
-    if not any(target.encode() in artifact for target in _COMPILER_CALLBACKS):
-        return
-
-    found: set[str] = set()
-
-    def look(operation: Any) -> Any:
-        attributes = operation.attributes
-        if "call_target_name" in attributes:
-            found.add(ir.StringAttr(attributes["call_target_name"]).value)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(look)
-    for target in found & _COMPILER_CALLBACKS.keys():
-        raise statuses.unimplemented(
-            f"{_COMPILER_CALLBACKS[target]} calls Python from inside the compiler, which is another process here"
-        ).error()
 
 
 def _signature(module: Any) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 are touched by a compilation, or by one that crashes XLA."""
 
 import contextlib
+import functools
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ridgeway.protocol.status import StatusError, internal
@@ -14,6 +16,7 @@ from ridgeway.transport import authentication, blocking_link
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import compilation
 from ridgeway.worker.executor import EXIT_HEAD_GONE, EXIT_REFUSED
+from ridgeway.worker.partitioning import Ask
 from ridgeway.worker.process_identity import hello_versions
 
 PARALLEL_COMPILATIONS = 2
@@ -69,10 +72,14 @@ def main(arguments: dict[str, Any]) -> int:
     intervals = settings["heartbeat_interval_seconds"], settings["compiler_idle_seconds"]
     threading.Thread(target=_heartbeats, args=(link, activity, *intervals), name="heartbeats", daemon=True).start()
     pool = ThreadPoolExecutor(PARALLEL_COMPILATIONS, thread_name_prefix="compile")
+    questions = _Questions(link, arguments["settings"]["compile_timeout_seconds"])
     try:
         while True:
             message, attached = link.receive()
-            pool.submit(_work, link, activity, message, attached)
+            if message[0] in ("answer", "unanswered"):
+                questions.answered(*message)
+            else:
+                pool.submit(_work, link, activity, questions, message, attached)
     except LinkClosed:
         return EXIT_HEAD_GONE
 
@@ -90,11 +97,49 @@ def _heartbeats(
         pass
 
 
-def _work(link: blocking_link.BlockingLink, activity: Activity, message: list[Any], attached: list[bytearray]) -> None:
+class _Questions:
+    """What running compilations have asked the head."""
+
+    def __init__(self, link: blocking_link.BlockingLink, timeout_seconds: float):
+        self._link = link
+        self._timeout_seconds = timeout_seconds
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, Future[bytes]] = {}
+
+    def ask(self, request: int, question: bytes) -> bytes:
+        """The controller's answer to a question of the compilation ``request``.
+
+        Raises:
+          RuntimeError: it has none; the text says why.
+          TimeoutError: it did not answer in time.
+        """
+        number = next(self._numbers)
+        waiting = self._waiting[number] = Future()
+        try:
+            self._link.send(["ask", request, number, question])
+            return waiting.result(self._timeout_seconds)
+        finally:
+            del self._waiting[number]
+
+    def answered(self, kind: str, number: int, answer: Any) -> None:
+        """The head's answer, or its text why there is none."""
+        waiting = self._waiting.get(number)
+        if waiting is None:
+            return  # nobody waits for it any more
+        if kind == "answer":
+            waiting.set_result(answer)
+        else:
+            waiting.set_exception(RuntimeError(answer))
+
+
+def _work(
+    link: blocking_link.BlockingLink, activity: Activity, questions: _Questions, message: list[Any],
+    attached: list[bytearray],
+) -> None:  # fmt: skip
     request = message[1]
     try:
         with activity.compiling():
-            answer, results = _answer(message, attached)
+            answer, results = _answer(message, attached, functools.partial(questions.ask, request))
         link.send(["reply", request, answer], results)
     except LinkClosed:
         pass
@@ -106,9 +151,9 @@ def _work(link: blocking_link.BlockingLink, activity: Activity, message: list[An
             pass
 
 
-def _answer(message: list[Any], attached: list[bytearray]) -> tuple[Any, list[bytes]]:
+def _answer(message: list[Any], attached: list[bytearray], ask: Ask) -> tuple[Any, list[bytes]]:
     kind, _, options, replicas, partitions = message
     if kind == "compile":
-        metadata, serialized = compilation.compile_program(bytes(attached[0]), options, replicas, partitions)
+        metadata, serialized = compilation.compile_program(bytes(attached[0]), options, replicas, partitions, ask)
         return metadata, [serialized]
     return compilation.program_text(bytes(attached[0]), options, replicas, partitions), []

@@ -8,7 +8,7 @@ import pytest
 import virtual_time
 
 from ridgeway.cluster.compilers import Compiler, CompilerPool
-from ridgeway.protocol.status import Code, StatusError
+from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.settings import Settings
 
 SETTINGS = Settings(compile_timeout_seconds=100.0, compile_attempts=3, executor_start_timeout_seconds=10.0)
@@ -35,6 +35,8 @@ class Pool:
         self.events: list[str] = []
         self.pool = CompilerPool(SETTINGS, lambda kind, **fields: self.events.append(kind))
         self.ran: list[int] = []
+        self.request = 0
+        self.answers: list[list[Any]] = []
 
     def add(self, number: int, behaviour: str, agent: int = 1, environment: str = "flags") -> Compiler:
         def obey(message: list[Any]) -> None:
@@ -43,6 +45,13 @@ class Pool:
             loop = asyncio.get_running_loop()
             if behaviour == "compiles":
                 loop.call_later(1.0, self.pool.on_reply, compiler, ["reply", request, {"name": "f"}], [b"code"])
+            elif behaviour == "asks":
+                if message[0] == "compile":
+                    loop.call_later(1.0, self.pool.on_reply, compiler, ["ask", request, 7, b"question"], [])
+                    self.request = request
+                else:
+                    self.answers.append(message)
+                    loop.call_later(1.0, self.pool.on_reply, compiler, ["reply", self.request, {}], [b"code"])
             elif behaviour == "dies":
                 loop.call_later(1.0, self.pool.remove, number)
             elif behaviour == "refuses":
@@ -194,5 +203,35 @@ def test_a_late_reply_is_nobodys() -> None:
         pool.pool.on_reply(compiler, ["heartbeat"], [])
         pool.pool.on_reply(compiler, ["reply", 99, {}], [b""])
         assert compiler.pending == {}
+
+    virtual_time.run(test())
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_a_compilation_asks_is_answered_by_whoever_ordered_it(knows: bool) -> None:
+    async def ask(question: bytes) -> bytes:
+        assert question == b"question"
+        await asyncio.sleep(1)
+        if not knows:
+            raise StatusError(Status(Code.UNKNOWN, "no idea"))
+        return b"answer"
+
+    async def test() -> None:
+        pool = Pool()
+        compiler = pool.add(1, "asks")
+        assert await pool.pool.compile(b"program", b"options", 1, 2, ask) == ({}, b"code")
+        assert pool.answers == [["answer", 7, b"answer"] if knows else ["unanswered", 7, "no idea"]]
+        assert compiler.asked == {}
+
+    virtual_time.run(test())
+
+
+def test_a_compilation_that_nobody_can_answer_is_told_so() -> None:
+    async def test() -> None:
+        pool = Pool()
+        pool.add(1, "asks")
+        await pool.compile()
+        [[kind, number, text]] = pool.answers
+        assert (kind, number) == ("unanswered", 7) and text
 
     virtual_time.run(test())

@@ -302,3 +302,75 @@ with jax.profiler.trace({str(tmp_path)!r}):
 """)
         assert len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1
     pair.wait_sessions(0)
+
+
+#: A function whose partitioning is the controller's: it multiplies by what its closure says.
+PARTITIONED = """
+from jax.experimental.custom_partitioning import custom_partitioning
+
+partitioned = []
+
+def make(factor, fails=False):
+    @custom_partitioning
+    def f(x):
+        return jnp.sin(x) * factor
+
+    def partition(mesh, argument_shapes, result_shape):
+        if fails:
+            raise ValueError("a mistake in partition")
+        partitioned.append([os.getpid(), factor])
+        return mesh, lambda x: jnp.sin(x) * factor, result_shape.sharding, (argument_shapes[0].sharding,)
+
+    f.def_partition(partition=partition, sharding_rule="i j -> i j")
+    return f
+
+grid = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b")), P("a", "b"))
+over_all = lambda f: jax.jit(f, in_shardings=grid, out_shardings=grid)
+values = np.arange(16.0, dtype=np.float32).reshape(4, 4)
+"""
+
+
+def test_python_that_the_compiler_calls_runs_in_the_controller(program: Controller) -> None:
+    program.run(PARTITIONED)
+    assert program.run("""
+seen = []
+
+def f(x):
+    y = make(3.0)(x)
+    jax.debug.inspect_array_sharding(y, callback=seen.append)
+    return y
+
+found = over_all(f)(values)
+result = [
+    np.allclose(np.asarray(found), 3 * np.sin(values), atol=1e-5), found.sharding == grid,
+    [one.is_equivalent_to(grid, 2) for one in seen], partitioned == [[os.getpid(), 3.0]],
+]
+""") == [True, True, [True], True]
+    # A program with the same bytes means something else where another function has that name, so none is kept.
+    assert program.run("""
+partitioned.clear()
+once = np.asarray(over_all(make(3.0))(values))
+jax.clear_caches()
+again = np.asarray(over_all(make(5.0))(values))
+result = [bool(np.allclose(again, 5 / 3 * once, atol=1e-4)), [factor for _, factor in partitioned]]
+""") == [True, [3.0, 5.0]]
+
+
+def test_an_error_in_such_python_is_the_programs_and_names_its_line(program: Controller) -> None:
+    program.run(PARTITIONED)
+    error = program.error_of("over_all(make(1.0, fails=True))(values)")
+    assert "ValueError: a mistake in partition" in error and "compiler.py" not in error
+    assert not any(code.name in error for code in RETRIED_CODES)
+    assert program.run("result = float(over_all(make(2.0))(np.zeros((4, 4), np.float32)).sum())") == 0.0
+
+
+def test_a_client_without_the_plugin_is_told_what_such_python_needs(
+    pair: Cluster, python_without_plugin: tuple[str, str]
+) -> None:
+    python, path = python_without_plugin
+    environment = {**pair.environment(), "PYTHONPATH": path}
+    with contextlib.closing(Controller(pair.place, environment, python=python)) as stock:
+        stock.run(PARTITIONED)
+        error = stock.error_of("over_all(make(1.0))(values)")
+    assert "needs Ridgeway installed" in error and not any(code.name in error for code in RETRIED_CODES)
+    pair.wait_sessions(0)

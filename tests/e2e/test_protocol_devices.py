@@ -38,6 +38,52 @@ result = [
     ]  # fmt: skip
 
 
+def test_arrays_go_to_the_local_cpu_and_back_however_they_are_divided(cluster: Cluster, plugin: str) -> None:
+    environment = {**cluster.environment(), "PYTHONPATH": plugin, "JAX_NUM_CPU_DEVICES": "6"}
+    with contextlib.closing(Controller(cluster.place, environment)) as program:
+        assert program.run("""
+near, far = jax.devices("cpu"), jax.devices()
+here, there = (NamedSharding(Mesh(np.array(devices), ("x",)), P("x")) for devices in (near, far))
+values = np.arange(12.0, dtype=np.float32)
+result = [near != far, len(near)]
+
+def whole(key):
+    return np.asarray(jax.random.key_data(key)).tolist()
+
+keys = jax.random.split(jax.random.key(3), 6)
+for source, target, device in ((here, there, far[4]), (there, here, near[4])):
+    x = jax.device_put(values, source)
+    y, untouched = jax.device_put((x, jax.device_put(values, target)), target)
+    donated = jax.device_put(x, target, donate=True)
+    key = jax.device_put(keys[2], source.mesh.devices[1])
+    result.append([
+        y.sharding == target, np.array_equal(np.asarray(y), values), np.array_equal(np.asarray(untouched), values),
+        np.array_equal(np.asarray(donated), values), x.is_deleted(),
+        whole(jax.device_put(key, device)) == whole(key), jax.device_put(key, device).devices() == {device},
+        whole(jax.device_put(jax.device_put(keys, source), target)) == whole(keys),
+    ])
+""") == [True, 6, [True] * 8, [True] * 8]
+
+
+def test_a_program_for_one_slice_runs_on_several_that_are_shown_as_one(tmp_path: Path) -> None:
+    mesh = "jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))"
+    (tmp_path / "one").mkdir()
+    with harness.cluster_in(tmp_path / "one", "2x1x2", "--set", "slices_shown=one") as cluster:
+        with contextlib.closing(cluster.controller()) as program:
+            assert program.run(f"""
+values = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding({mesh}, P("x")))
+result = [[d.slice_index for d in jax.devices()], float(jax.jit(jnp.sum)(values))]
+""") == [[0, 0, 0, 0], 28.0]
+            cluster.kill_executor(1)
+            assert "slice 1 host 0" in program.error_of("jax.block_until_ready(jax.jit(jnp.sum)(values))")
+        cluster.wait_whole()
+
+
+def test_jax_refuses_a_plain_mesh_of_several_slices(controller: Controller) -> None:
+    with pytest.raises(harness.ProgramError, match="multi-slice"):
+        controller.run("jax.make_mesh((6,), ('x',))")
+
+
 def test_memory_stats_are_refused_as_a_mistake_is(controller: Controller) -> None:
     error = controller.error_of("jax.devices()[0].memory_stats()")
     assert "INVALID_ARGUMENT" in error  # by jaxlib's client, without asking

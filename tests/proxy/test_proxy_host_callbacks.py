@@ -1,8 +1,10 @@
 """Host callbacks between workers and the client's stream, without either."""
 
+import asyncio
 from typing import Any, cast
 
 import pytest
+import virtual_time
 
 from ridgeway.cluster.executor_link import ExecutorLink
 from ridgeway.protocol import callback_link, dtypes, messages
@@ -48,7 +50,7 @@ class Client:
 
 @pytest.fixture
 def registry() -> HostCallbackRegistry:
-    return HostCallbackRegistry()
+    return HostCallbackRegistry(connect_seconds=10.0)
 
 
 @pytest.fixture
@@ -114,3 +116,43 @@ def test_a_callback_that_the_plugin_has_not_made_is_refused(client: Client) -> N
         with pytest.raises(StatusError) as caught:
             client.session.load(serialized)
         assert caught.value.status.code is Code.UNIMPLEMENTED
+
+
+def test_what_a_compilation_asks_goes_to_the_client_of_its_session(registry: HostCallbackRegistry) -> None:
+    async def test() -> None:
+        client = Client(registry)
+        early = asyncio.create_task(registry.ask(3, b"first"))
+        other = asyncio.create_task(registry.ask(4, b"of nobody"))
+        await asyncio.sleep(1)
+        assert client.asked == []  # its plugin has not said yet which session it is
+        registry.follow(3, client.stream)
+        await asyncio.sleep(1)
+        late = asyncio.create_task(registry.ask(3, b"second"))
+        await asyncio.sleep(1)
+        [[kind, first, question], [_, second, _]] = client.asked
+        assert (kind, question) == ("ask", b"first")
+        client.stream.on_message(["result", second, b"answer to it"])
+        client.stream.on_message(["failed", first, "Traceback ... DATA_LOSS: no"])
+        assert await late == b"answer to it"
+        with pytest.raises(StatusError) as raised:
+            await early
+        assert raised.value.status.code is Code.UNKNOWN and "DATA_LOSS" not in raised.value.status.message
+        with pytest.raises(StatusError, match="needs Ridgeway installed") as raised:
+            await other
+        assert raised.value.status.code is Code.UNIMPLEMENTED
+
+    virtual_time.run(test())
+
+
+def test_a_client_that_goes_away_leaves_no_question_open(registry: HostCallbackRegistry) -> None:
+    async def test() -> None:
+        client = Client(registry)
+        registry.follow(3, client.stream)
+        asked = asyncio.create_task(registry.ask(3, b"question"))
+        await asyncio.sleep(1)
+        registry.closed(client.id, client.stream)
+        with pytest.raises(StatusError) as raised:
+            await asked
+        assert raised.value.status.code is Code.UNAVAILABLE
+
+    virtual_time.run(test())
