@@ -49,8 +49,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(topology: str) -> Iterator[Cluster]:
-    """A cluster of ``slices x hosts x devices`` on free ports, down again at the end.
+def cluster(topology: str, *options: str) -> Iterator[Cluster]:
+    """A cluster of ``slices x hosts x devices`` on free ports, down again at the end; ``options`` are more of
+    `ridgeway up`'s.
 
     Raises:
       RuntimeError: it did not come up; the text says why.
@@ -58,7 +59,7 @@ def cluster(topology: str) -> Iterator[Cluster]:
     name = f"conformance-{topology}-{os.getpid()}"
     output = _ridgeway(
         "up", "--topology", topology, "--cluster", name, "--proxy-port", "0", "--cluster-port", "0",
-        "--max-slice-restarts", "unlimited", "--allow-overcommit",
+        "--max-slice-restarts", "unlimited", "--allow-overcommit", *options,
     )  # fmt: skip
     exported = [line.removeprefix("export ") for line in output.splitlines() if line.startswith("export ")]
     environment = {key: value.strip("'\"") for key, _, value in (line.partition("=") for line in exported)}

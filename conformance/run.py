@@ -1,6 +1,7 @@
 """Command line: run JAX's test files natively and through clusters, and write the table."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import signal
@@ -12,10 +13,11 @@ import click
 
 from conformance.cluster import Cluster, cluster
 from conformance.report import ClusterRun, FileResult, render
-from conformance.suites import FileRun, Limits, run_file
+from conformance.suites import FileRun, Limits, is_complete, recorded, run_file, run_sample
 
 NATIVE_DEVICES = 8
 MEMORY_GROWTH_NOTED_BYTES = 256 << 20
+AS_ONE_SLICE = ("--set", "slices_shown=one")
 
 DEFAULT_FILES = (
     "array", "api", "pjit", "pmap", "shard_map", "multi_device", "memories", "layout", "aot", "export", "jax_jit",
@@ -25,32 +27,75 @@ DEFAULT_FILES = (
 )  # fmt: skip
 
 
+PROTOCOL_FILES = frozenset({
+    "array", "api", "pjit", "shard_map", "pmap", "multi_device", "python_callback", "memories", "layout", "aot",
+    "export", "mutable_array", "debugging_primitives",
+})  # fmt: skip
+"""Those that exercise the protocol most; `--protocol-sample` is about them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class File:
+    """A test file and how much of it is run."""
+
+    path: Path
+    limits: Limits
+
+
 def _record(folder: Path, kind: str, name: str) -> Path:
     target = folder / kind
     target.mkdir(parents=True, exist_ok=True)
     return target / f"{name}.jsonl"
 
 
-def _native(path: Path, folder: Path, limits: Limits) -> FileRun:
+def _native(file: File, folder: Path) -> FileRun:
     environment = {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={NATIVE_DEVICES}",
         "JAX_BACKEND_TARGET": "",
     }
-    return run_file(path, environment, _record(folder, "native", path.stem), limits)
+    return run_sample(file.path, environment, _record(folder, "native", file.path.stem), file.limits)
 
 
-def _through(path: Path, made: Cluster, folder: Path, limits: Limits) -> ClusterRun:
+def _through_all(
+    files: list[File], tests: list[list[str]], topology: str, options: tuple[str, ...], folder: Path
+) -> list[ClusterRun]:
+    """Those tests of each file through one cluster, which is not started if everything is in the records."""
+    kind = "-".join([topology, *(option for option in options if not option.startswith("--"))])
+    found: list[ClusterRun] = []
+    with contextlib.ExitStack() as stack:
+        made: Cluster | None = None
+        for file, only in zip(files, tests, strict=True):
+            record = _record(folder, kind, file.path.stem)
+            if is_complete(record, file.limits, only):
+                run = recorded(record)
+            else:
+                made = made or stack.enter_context(cluster(topology, *options))
+                _say(f"{file.path.stem} through {kind}")
+                run = _run_through(file, only, record, made)
+            left = _left_behind_path(record)
+            lines = left.read_text().splitlines() if left.exists() else []
+            found.append(ClusterRun(run, ", ".join(lines)))
+    return found
+
+
+def _left_behind_path(record: Path) -> Path:
+    return record.with_suffix(".left")
+
+
+def _run_through(file: File, only: list[str], record: Path, made: Cluster) -> FileRun:
+    """Run a file's tests; what they leave behind is noted beside the record."""
     before, memory_before = made.executors(), made.memory_bytes()
-    found = run_file(path, made.environment, _record(folder, made.topology, path.stem), limits)
-    sessions = made.settle()
-    notes = [f"session {s['session']} with {s['arrays']} arrays" for s in sessions]
+    found = run_file(file.path, made.environment, record, file.limits, only)
+    notes = [f"session {s['session']} with {s['arrays']} arrays" for s in made.settle()]
     replaced = [place for place, pid in made.executors().items() if before.get(place) != pid]
     notes += [f"executor of {place} was replaced" for place in replaced]
     growth = made.memory_bytes() - memory_before
     if growth > MEMORY_GROWTH_NOTED_BYTES:
         notes.append(f"executors grew by {growth >> 20} MiB")
-    return ClusterRun(found, ", ".join(notes))
+    with _left_behind_path(record).open("a") as output:
+        output.writelines(f"{note}\n" for note in notes)
+    return found
 
 
 def _say(text: str) -> None:
@@ -76,6 +121,10 @@ def _say(text: str) -> None:
 @click.option(
     "--sample", type=click.IntRange(min=0), default=0, help="At most so many tests of a file, always the same; 0: all."
 )
+@click.option(
+    "--protocol-sample", type=click.IntRange(min=0), default=None,
+    help=f"The same for the files that exercise the protocol most: {', '.join(sorted(PROTOCOL_FILES))}.",
+)
 @click.option("--cases", type=click.IntRange(min=1), default=5, help="Generated cases of a parameterized test.")
 @click.option("--test-seconds", type=float, default=300.0, help="Deadline of one test.")
 @click.option("--file-seconds", type=float, default=3600.0, help="Deadline of one file.")
@@ -83,23 +132,41 @@ def _say(text: str) -> None:
 @click.option("--select", default="", help="As pytest's -k.")
 def main(
     jax_tests: Path, files: str, topologies: tuple[str, ...], output: Path | None, records: Path | None, sample: int,
-    cases: int, test_seconds: float, file_seconds: float, about_tests: str, select: str,
+    protocol_sample: int | None, cases: int, test_seconds: float, file_seconds: float, about_tests: str, select: str,
 ) -> None:  # fmt: skip
     """Run JAX's own tests natively, with 8 CPU devices, and through Ridgeway."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the cluster goes down with this
-    limits = Limits(test_seconds, file_seconds, sample, cases, select)
-    paths = [jax_tests.resolve() / f"{name}_test.py" for name in files.split(",") if name]
-    for path in paths:
-        if not path.exists():
-            raise click.UsageError(f"there is no {path.name} in {jax_tests}")
+    chosen = [
+        File(
+            jax_tests.resolve() / f"{name}_test.py",
+            Limits(
+                test_seconds, file_seconds,
+                sample if protocol_sample is None or name not in PROTOCOL_FILES else protocol_sample, cases, select,
+            ),
+        )
+        for name in files.split(",") if name
+    ]  # fmt: skip
+    for file in chosen:
+        if not file.path.exists():
+            raise click.UsageError(f"there is no {file.path.name} in {jax_tests}")
     with contextlib.ExitStack() as stack:
         folder = records or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
-        results = [FileResult(path.stem, _native(path, folder, limits), {}) for path in _told(paths, "natively")]
+        results = []
+        for file in chosen:
+            _say(f"{file.path.stem} natively")
+            results.append(FileResult(file.path.stem, _native(file, folder)))
         for topology in topologies:
-            with cluster(topology) as made:
-                for path, result in zip(_told(paths, f"through {topology}"), results, strict=True):
-                    result.through[topology] = _through(path, made, folder, limits)
-    text = render(results, list(topologies), _about(limits, about_tests))
+            expected = [result.expected() for result in results]
+            for result, run in zip(results, _through_all(chosen, expected, topology, (), folder), strict=True):
+                result.through[topology] = run
+            # Those that jax refuses for the number of slices, once more where it is not told of it.
+            refused = [result.refused(topology) for result in results]
+            for result, run in zip(
+                results, _through_all(chosen, refused, topology, AS_ONE_SLICE, folder), strict=True
+            ):
+                if result.refused(topology):
+                    result.shown_as_one[topology] = run
+    text = render(results, list(topologies), _about(chosen, cases, about_tests))
     if output is None:
         click.echo(text)
     else:
@@ -108,23 +175,25 @@ def main(
         _say(f"written to {output}")
 
 
-def _told(paths: list[Path], how: str):
-    for path in paths:
-        _say(f"{path.stem} {how}")
-        yield path
-
-
-def _about(limits: Limits, about_tests: str) -> list[str]:
+def _about(files: list[File], cases: int, about_tests: str) -> list[str]:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
-    cut = f"at most {limits.sample} tests of each file" if limits.sample else "all tests of each file"
+    samples = sorted({file.limits.sample for file in files})
+    cut = " or ".join(f"{sample}" if sample else "all" for sample in samples)
     python = ".".join(map(str, sys.version_info[:3]))
-    return [
-        f"Written by `make conformance`: {versions}, Python {python}, {os.cpu_count()} CPUs; {cut}, {limits.cases} "
-        f"generated cases, {NATIVE_DEVICES} devices natively. A test counts if it passes natively. «Excused» are the "
-        "kinds of difference that `conformance/excuses.py` names; «other» are differences that ought not to be. "
-        "A program that names the backend 'cpu' gets the controller's own CPU beside the cluster.",
-        *([] if not about_tests else ["", about_tests]),
+    lines = [
+        f"Written by `make conformance`: {versions}, Python {python}, {os.cpu_count()} CPUs. Of each file {cut} tests "
+        f"that are not skipped natively (chosen by a hash of their names, always the same; {cases} generated cases of "
+        f"a parameterized test), with {NATIVE_DEVICES} devices. A test counts if it passes natively; only those are "
+        "run through clusters. A program that names the backend 'cpu' gets the controller's own CPU beside the "
+        "cluster. Beside whether tests pass it is looked at what each file leaves in the cluster: sessions, another "
+        f"process in an executor's place, more than {MEMORY_GROWTH_NOTED_BYTES >> 20} MiB of memory.",
+        "",
+        "*Granted* are the two kinds of difference that cannot be otherwise when devices belong to other processes: "
+        "direct pointers into a device's memory, and tests that assert that the backend is the local CPU one. "
+        "*Excused* are those of the other kinds that `conformance/excuses.py` names; *other* ought not to be. Each is "
+        "listed below.",
     ]
+    return [*lines, *([] if not about_tests else ["", about_tests])]
 
 
 if __name__ == "__main__":
