@@ -38,6 +38,9 @@ SLAB_BYTES = 64 << 20
 """About how much is read or written at once, between two looks at the clock."""
 UNDER_WAY_SECONDS = 30.0
 """How long a chunk that is being written may take after its request was called off or late."""
+_S3_VARIABLES = {
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+}  # fmt: skip
 _CHUNK_KEY = re.compile(r"\d+(?:\.\d+)*")
 
 Remaining = Callable[[], float]
@@ -58,6 +61,18 @@ def _shared_context() -> Any:
             # Each byte is read or written once: a cache would only double the memory.
             _context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 8}})
         return _context
+
+
+def _kvstore(location: Location) -> dict[str, Any]:
+    """The JSON of a tensorstore key-value store, for this host: tensorstore takes credentials from AWS's variables, but
+    not where S3-compatible storage is."""
+    found = location.kvstore()
+    if location.driver == "s3":
+        for member, names in _S3_VARIABLES.items():
+            value = next((value for name in names if (value := os.environ.get(name))), None)
+            if value is not None:
+                found[member] = value
+    return found
 
 
 class StoredArray:
@@ -99,11 +114,11 @@ class StoredArray:
         self._refuse_what_is_no_array()
         where = self._while_writing(write)
         if not self.location.is_local:
-            store = ts.KvStore.open(where.kvstore(), context=_shared_context()).result(timeout=remaining())
+            store = ts.KvStore.open(_kvstore(where), context=_shared_context()).result(timeout=remaining())
             for mark in (ZARR2_MARK, ZARR3_MARK):
                 store.write(mark, None).result(timeout=remaining())
         spec = {
-            "driver": "zarr", "kvstore": where.kvstore(), "metadata": self._metadata2(),
+            "driver": "zarr", "kvstore": _kvstore(where), "metadata": self._metadata2(),
             "store_data_equal_to_fill_value": True,
         }  # fmt: skip
         opened = ts.open(spec, open=True, assume_metadata=True, context=_shared_context())
@@ -117,7 +132,7 @@ class StoredArray:
         """
         with explained(f"{self} could not be completed"):
             where = self._while_writing(write)
-            store = ts.KvStore.open(where.kvstore(), context=_shared_context()).result(timeout=remaining())
+            store = ts.KvStore.open(_kvstore(where), context=_shared_context()).result(timeout=remaining())
             expected = math.prod(self._grid())
             found = sum(map(self._is_chunk, store.list().result(timeout=remaining())))
             if found != expected:
@@ -231,9 +246,9 @@ class StoredArray:
 
     def _find(self, remaining: Remaining) -> dict[str, Any]:
         """The format: what this class writes, or whatever else Orbax does."""
-        inside = {"driver": "ocdbt", "base": self.location.kvstore(), "path": f"{self.name}/"}
-        candidates = [self.location.folder(self.name).kvstore()]
-        if self._has(self.location.kvstore(), OCDBT_MARK, remaining):
+        inside = {"driver": "ocdbt", "base": _kvstore(self.location), "path": f"{self.name}/"}
+        candidates = [_kvstore(self.location.folder(self.name))]
+        if self._has(_kvstore(self.location), OCDBT_MARK, remaining):
             candidates.append(inside)
         for kvstore in candidates:
             for mark, driver in ((ZARR2_MARK, "zarr"), (ZARR3_MARK, "zarr3")):
