@@ -12,6 +12,7 @@ from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import buffers, device_runtime
 from ridgeway.worker.device_runtime import Runtime
+from ridgeway.worker.promises import Promise
 from ridgeway.worker.resharding import Assembly, cut, reinterpret
 from ridgeway.worker.waiting import Deliver
 
@@ -93,7 +94,7 @@ class BufferOrders:
 
     def _to_host(self, group: int, device: int, memory_kind: str | None) -> buffers.PromisedShard:
         """A shard's bytes in memory of this process, once they are computed."""
-        promise = buffers.Promise()
+        promise = Promise()
 
         def deliver(data: Any, error: Status | None) -> None:
             try:
@@ -112,7 +113,7 @@ class BufferOrders:
         dtype = dtypes.dtype_of_kind(kind)
         shards: dict[int, Any] = {}
         for device, shape, source_group in parts:
-            promise = buffers.Promise()
+            promise = Promise()
 
             def deliver(data: Any, error: Status | None, shape: Any = shape, promise: Any = promise) -> None:
                 try:

@@ -12,7 +12,7 @@ from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.transport.stream_link import LinkClosed
-from ridgeway.worker.buffers import PromiseTable
+from ridgeway.worker.promises import PromiseTable
 
 _ERROR_MARK = "host callback on the controller: "
 _TRACEBACK = "Traceback (most recent call last)"

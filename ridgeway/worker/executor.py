@@ -32,6 +32,7 @@ from ridgeway.worker.persistence import PersistenceOrders
 from ridgeway.worker.process_identity import hello_versions
 from ridgeway.worker.profiling import Profiling
 from ridgeway.worker.program_orders import ProgramOrders
+from ridgeway.worker.promises import Ended, PromiseTable
 from ridgeway.worker.renewal import Renewal
 from ridgeway.worker.suspend_orders import SuspendOrders
 from ridgeway.worker.transfers import TransferClient, TransferServer
@@ -58,7 +59,7 @@ class Executor:
         self._head_host: str = arguments["head_host"]
         self.devices_per_host: int = arguments["devices_per_host"]
         self.first_device = 0
-        self.promises = buffers.PromiseTable()
+        self.promises = PromiseTable()
         self.store = buffers.BufferStore(self.settings.transfer_timeout_seconds)
         self.transfers = TransferClient(arguments["secret"], self.settings.transfer_timeout_seconds)
         self.server = TransferServer(
@@ -417,7 +418,7 @@ class Executor:
         self._waits += 1
         self.heartbeat()
 
-    def ended(self, runtime: Runtime, spans: bool) -> buffers.Ended:
+    def ended(self, runtime: Runtime, spans: bool) -> Ended:
         """For an execution that waits for bytes: once its generation was aborted, one that spans executors need not
         wait any longer, and one that is this executor's alone goes on waiting without being taken for stuck."""
 

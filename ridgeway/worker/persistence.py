@@ -20,6 +20,7 @@ from ridgeway.protocol.locations import parse_location
 from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.worker import buffers
 from ridgeway.worker.buffer_orders import BufferOrders
+from ridgeway.worker.promises import Promise
 from ridgeway.worker.waiting import Deliver
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class PersistenceOrders:
             stored = _Stored(described)
             shards: dict[int, Any] = {}
             for devices, start, shape in parts:
-                promise = buffers.Promise()
+                promise = Promise()
                 shards |= dict.fromkeys(devices, buffers.PromisedShard(promise, _as_is, memory_kind))
                 self._submit(job, _reader(stored, tuple(start), tuple(shape), promise), promise.resolve)
             self._executor.store.set(group, buffers.shard_group(shards))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ridgeway.protocol.status import Code, Status
 from ridgeway.worker import buffers, device_runtime, program_source
 from ridgeway.worker.device_runtime import LoadedProgram, Runtime
+from ridgeway.worker.promises import Ended
 
 if TYPE_CHECKING:
     from ridgeway.worker.executor import Executor
@@ -130,7 +131,7 @@ class ProgramOrders:
         return loaded
 
     def _argument(
-        self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime, ended: buffers.Ended
+        self, argument: Any, index: int, loaded: LoadedProgram, runtime: Runtime, ended: Ended
     ) -> Any:
         if type(argument) is int:
             return self._store.argument(argument, index, loaded, runtime, ended)

@@ -40,10 +40,10 @@ from ridgeway.transport import authentication, blocking_link
 from ridgeway.transport.blocking_link import BlockingLink
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import output_capture
-from ridgeway.worker.buffers import PromiseTable
 from ridgeway.worker.device_runtime import Runtime
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.process_identity import hello_versions
+from ridgeway.worker.promises import PromiseTable
 from ridgeway.worker.transfers import TransferServer
 
 EXIT_HEAD_GONE = 3

@@ -9,7 +9,7 @@ import numpy as np
 
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
-from ridgeway.worker.buffers import Promise
+from ridgeway.worker.promises import Promise
 
 Box = Sequence[Sequence[int]]
 """Start and stop along each dimension."""

@@ -30,6 +30,7 @@ from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import buffers, program_source
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.program_source import ProgramSource
+from ridgeway.worker.promises import PromiseTable
 from ridgeway.worker.template import DESCRIPTORS_LIMIT, EXIT_SUCCEEDED, SUCCESSOR_REQUEST
 
 __all__ = ["EXIT_SUCCEEDED", "Legacy", "NotNow", "ask_for_successor", "bequeath", "commit", "inherit", "let_go"]
@@ -76,7 +77,7 @@ def ask_for_successor(template: socket.socket, sockets: Sequence[socket.socket])
 
 def bequeath(
     channel: BlockingLink, store: buffers.BufferStore, programs: dict[str, ProgramSource],
-    promises: buffers.PromiseTable, state: dict[str, Any],
+    promises: PromiseTable, state: dict[str, Any],
 ) -> None:  # fmt: skip
     """Send everything, and return when the successor is ready.
 

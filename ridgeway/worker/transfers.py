@@ -21,9 +21,9 @@ from ridgeway.transport.blocking_link import BlockingLink
 from ridgeway.transport.frames import FrameError
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import device_runtime
-from ridgeway.worker.buffers import PromiseTable
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.gate import Gate
+from ridgeway.worker.promises import PromiseTable
 
 BACKLOG = 64
 ACCEPT_AGAIN_SECONDS = 0.1

@@ -25,3 +25,16 @@ def test_puts_that_wait_for_a_busy_head_all_arrive(cluster: Cluster) -> None:
             os.kill(head, signal.SIGCONT)
         wrong = program.run("result = [i for i, a in enumerate(jax.device_get(arrays)) if a != i]")
         assert wrong == []
+
+
+def test_thousands_of_arrays_in_host_memory_are_waited_for_at_once(cluster: Cluster) -> None:
+    """More than Python's stack is deep: all their bytes are there before anybody asks."""
+    before = cluster.host(0)
+    with cluster.controller() as program:
+        assert program.run("""
+place = jax.sharding.SingleDeviceSharding(devices_of(0)[0], memory_kind="pinned_host")
+arrays = [jax.device_put(np.full(8, i, np.float32), place) for i in range(1500)]
+jax.block_until_ready(arrays)
+result = float(arrays[-1][0])
+""") == 1499
+    assert cluster.went_on(before, cluster.host(0))

@@ -25,19 +25,12 @@ from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status, StatusError
 from ridgeway.worker import buffers, compilation, device_runtime
-from ridgeway.worker.buffers import (
-    BufferStore,
-    HostShard,
-    Promise,
-    PromisedShard,
-    PromiseTable,
-    result_group,
-    shard_group,
-)
+from ridgeway.worker.buffers import BufferStore, HostShard, PromisedShard, result_group, shard_group
 from ridgeway.worker.device_runtime import EnteringGeneration, Runtime
 from ridgeway.worker.executor import Executor
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.program_source import ProgramSource
+from ridgeway.worker.promises import Promise, PromiseTable
 
 HOST = "127.0.0.1"
 ENTER_SECONDS = 30.0

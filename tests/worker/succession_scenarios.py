@@ -12,9 +12,10 @@ from ridgeway.protocol.status import Code, Status
 from ridgeway.transport.blocking_link import BlockingLink
 from ridgeway.transport.stream_link import LinkClosed
 from ridgeway.worker import succession
-from ridgeway.worker.buffers import BufferStore, HostShard, Promise, PromisedShard, PromiseTable, shard_group
+from ridgeway.worker.buffers import BufferStore, HostShard, PromisedShard, shard_group
 from ridgeway.worker.failures import GenerationFailure
 from ridgeway.worker.program_source import ProgramSource
+from ridgeway.worker.promises import Promise, PromiseTable
 from ridgeway.worker.succession import Legacy, NotNow
 
 LOST = statuses.data_loss("slice 1 host 0 was lost")

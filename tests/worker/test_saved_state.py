@@ -12,8 +12,9 @@ import pytest
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status
 from ridgeway.worker import saved_state
-from ridgeway.worker.buffers import BufferStore, Group, HostShard, Promise, PromisedShard, shard_group
+from ridgeway.worker.buffers import BufferStore, Group, HostShard, PromisedShard, shard_group
 from ridgeway.worker.failures import GenerationFailure
+from ridgeway.worker.promises import Promise
 from ridgeway.worker.saved_state import StateError
 
 DTYPES = (

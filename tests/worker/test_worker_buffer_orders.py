@@ -6,7 +6,8 @@ import pytest
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Status
 from ridgeway.worker.buffer_orders import when_all
-from ridgeway.worker.buffers import Promise, PromisedShard
+from ridgeway.worker.buffers import PromisedShard
+from ridgeway.worker.promises import Promise
 
 #: More than there could be calls on a thread's stack.
 MANY = 5000

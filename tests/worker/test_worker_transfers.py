@@ -10,7 +10,7 @@ pytest.importorskip("resource")
 PROGRAM = """
 import os, resource, socket, time
 import numpy as np
-from ridgeway.worker.buffers import PromiseTable
+from ridgeway.worker.promises import PromiseTable
 from ridgeway.worker.transfers import TransferClient, TransferServer
 
 promises = PromiseTable()
