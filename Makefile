@@ -18,7 +18,7 @@ CONFORMANCE_ARGS ?=
 VERSIONS_ARGS ?=
 
 .PHONY: help setup demo demo-full test test-fast lint typecheck bench survivors soak persistence conformance versions \
-	reshard-memory lock clean distclean
+	versions-smoke reshard-memory lock clean distclean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of the
 
 versions: setup ## A part of the tests with the oldest and newest supported jax, on Python 3.12 and 3.13 (downloads; an hour)
 	$(PY) -m conformance.versions --output docs/results/versions.md $(VERSIONS_ARGS)
+
+versions-smoke: setup ## A few tests with the oldest supported jax, on the newest Python that is here (downloads; minutes)
+	$(PY) -m conformance.versions --smoke $(VERSIONS_ARGS)
 
 reshard-memory: setup ## Move 1 GiB between slices; the head's memory must stay flat
 	$(PY) -m benchmarks.reshard_memory --output docs/results/reshard_memory.json

@@ -5,6 +5,7 @@
 #
 # PYTHON, when set, is the caller's choice: it is used or refused, never replaced by another. Otherwise 3.12 is
 # preferred, then 3.13, then anything newer (the lock resolves for it, but the tests run on 3.12 and 3.13).
+# With an argument (find_python 3.13) only that version will do.
 
 PYTHON_FOUND=
 PYTHON_FOUND_VERSION=
@@ -65,7 +66,7 @@ _python_candidates() {
 }
 
 find_python() {
-    local candidate said version path rank best=99 seen=' '
+    local candidate said version path rank best=99 seen=' ' wanted=${1:-}
     PYTHON_FOUND= PYTHON_FOUND_VERSION= PYTHON_LOOKED_AT=
 
     if [ -n "${PYTHON:-}" ]; then
@@ -91,6 +92,13 @@ find_python() {
             continue
         fi
         version=${said%% *} path=${said#* }
+        case $version in
+            "${wanted:-$version}" | "$wanted".*) ;;
+            *)
+                _looked_at "$candidate" "$version, not $wanted"
+                continue
+                ;;
+        esac
         case $version in
             3.12.*) rank=1 ;;
             3.13.*) rank=2 ;;

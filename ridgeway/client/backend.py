@@ -36,7 +36,8 @@ def _make(connect: Callable[[], Any]) -> Any:
     # A server that is not Ridgeway's does not say it.
     session = getattr(client, "ridgeway_session", None)
     if session is not None:
-        worker_output.follow_when_needed(session)
+        problem = worker_output.version_problem(client.ridgeway_python, client.ridgeway_jax)
+        worker_output.follow_when_needed(session, problem)
     return client
 
 

@@ -57,6 +57,9 @@ def init(session: Session, request: Any, response: Any, later: Later) -> None:
     response.client_attributes.attributes["serialize_with_sdy"].bool_value = True
     # By which the plugin in the client's process says whose output it wants.
     response.client_attributes.attributes["ridgeway_session"].int64_value = session.number
+    # By which it tells the user that colocated Python cannot work.
+    for name in ("python", "jax"):
+        response.client_attributes.attributes[f"ridgeway_{name}"].string_value = versions[name].encode()
     session.services.emit(
         "session_started", session=session.number, client=session.client,
         protocol=session.version.protocol, serdes=session.version.serdes,

@@ -6,7 +6,8 @@ Of `ridgeway.worker`, only this module, `compilation` and, for colocated Python,
 * ``xla_client.make_cpu_client``: a client with our own collectives and process numbers; `jax` keeps only one.
 * ``_jax.get_distributed_runtime_client``, ``_jax.make_gloo_tcp_collectives``: the same, for one generation.
 * ``_jax.batched_device_put``, ``_jax.batched_copy_array_to_devices_with_sharding``, ``array.ArrayImpl``,
-  ``_jax.array_result_handler``: buffers on a client that is not jax's default backend; no tracing, no cache.
+  ``array._array_global_result_handler`` (which knows that jaxlib's takes ``_skip_checks`` up to 0.11.0 and not later):
+  buffers on a client that is not jax's default backend; no tracing, no cache.
 * ``GSPMDSharding``: a sharding without a mesh; `Mesh` objects are interned and would leak sockets and threads of
   every past generation (measured: 29 sockets, 18 threads each).
 * ``_lapack.initialize``: programs that call LAPACK.
@@ -73,7 +74,7 @@ class LoadedProgram:
         self._inputs = [core.ShapedArray(shape, dtype) for shape, dtype in source.inputs]
         self._place_input = functools.cache(lambda i, kind: place(None if parameters is None else parameters[i], kind))
         self._handlers = [
-            _jax.array_result_handler(
+            jax_array._array_global_result_handler(
                 core.ShapedArray(shape, dtype),
                 place(None if results is None else results[i], source.output_memory_kinds[i]),
                 True,

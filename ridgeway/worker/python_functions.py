@@ -6,6 +6,7 @@ sends it, as whoever the worker runs as.
 """
 
 import inspect
+import platform
 import traceback
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from jax.experimental.colocated_python import func_backend, serialization
 from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.status import Code, Status
+from ridgeway.worker import python_code
 from ridgeway.worker.device_runtime import Runtime
 
 _METHOD_OF_OBJECT = "MethodCallerAtBackend"
@@ -40,10 +42,25 @@ class Function:
         """Unpickle.
 
         Raises:
+          StatusError: INVALID_ARGUMENT, another version of Python has compiled it.
           BaseException: whatever the unpickled code raises.
         """
         self.name = name
-        unpickled = serialization._deserialize(pickled)
+        here = platform.python_version()
+        version = python_code.foreign_version(pickled)
+        if version is not None:
+            raise statuses.invalid_argument(
+                f"colocated Python {name!r} was compiled by Python {version}, and this worker has {here}: bytecode "
+                "means nothing in another version; run the controller and all workers with the same one"
+            ).error()
+        try:
+            unpickled = serialization._deserialize(pickled)
+        except Exception as error:
+            error.add_note(
+                f"Raised by unpickling {name!r} with Python {here}, jax {jax.__version__}: the modules that it uses, "
+                "jax among them, must be on the workers too, in the controller's versions."
+            )
+            raise
         self._function, self._in_tree, self._in_specs, self._out_tree, self._out_specs, _ = unpickled
         methods = list(_methods(self._function))
         self.objects = frozenset(number for number, _ in methods)

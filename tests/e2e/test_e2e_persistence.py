@@ -7,10 +7,11 @@ from pathlib import Path
 
 import e2e_harness as harness
 import pytest
-import tensorstore as ts
 from e2e_harness import Cluster, Controller, until
 
 from ridgeway.protocol.status import RETRIED_CODES
+
+ts = pytest.importorskip("tensorstore")
 
 pytestmark = harness.MARKS
 

@@ -109,6 +109,33 @@ result = [
 """) == [6, "proxy/pathways", "pjrt_ifrt", True, True, True, [n + 1.0 for n in range(12)], 78.0]
 
 
+def test_programs_take_what_was_made_on_the_local_cpu_and_the_other_way(cluster: Cluster, plugin: str) -> None:
+    environment = {**cluster.environment(), "JAX_PLATFORMS": "proxy,cpu", "PYTHONPATH": plugin}
+    with contextlib.closing(Controller(cluster.place, environment)) as program:
+        assert program.run("""
+local, far = jax.devices("cpu")[0], jax.devices()
+over_all = NamedSharding(Mesh(np.array(far), ("x",)), P("x"))
+with jax.default_device(local):
+    state, key = jnp.arange(6.0), jax.random.key(1)
+    assert state.devices() == {local}
+spread = jax.device_put(np.ones(6, np.float32), over_all)
+twice = jax.jit(lambda v, w: v * 2 + w)
+result = []
+for _ in range(3):  # jax goes other ways from the second time on
+    result.append([np.asarray(twice(state, 1.0)).tolist(), np.asarray(state + spread).tolist()])
+assert twice(state, 1.0).devices() == {far[0]} and (state + spread).devices() == set(far)
+made = jnp.arange(3.0)
+with jax.default_device(local):
+    for _ in range(3):
+        back = jnp.sin(made) + made
+    assert back.devices() == {local}
+result += [np.allclose(back, np.sin(np.arange(3)) + np.arange(3)),
+           jax.random.bits(jax.device_put(key, far[-1])).item() == jax.random.bits(key).item(),
+           np.asarray(jax.jit(lambda a: jax.pure_callback(lambda b: np.asarray(made.sum() + b), a, a))(made[1])).item()]
+""") == [*[[[1.0, 3.0, 5.0, 7.0, 9.0, 11.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]] * 3, True, True, 4.0]
+    cluster.wait_sessions(0)
+
+
 @pytest.fixture
 def by_file(tmp_path: Path) -> Iterator[tuple[Cluster, Path]]:
     """A small cluster whose head takes large buffers from a folder."""

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tensorstore as ts
 
 from ridgeway.protocol import dtypes
 from ridgeway.protocol import status as statuses
 from ridgeway.protocol.locations import parse_location
 from ridgeway.protocol.status import Code, StatusError
-from ridgeway.worker.storage import StoredArray, describe
+
+ts = pytest.importorskip("tensorstore")
+
+from ridgeway.worker.storage import StoredArray, describe  # noqa: E402  # imports it
 
 F32 = dtypes.kind_by_name("F32")
 SHAPE, CHUNK = (7, 8), (4, 4)

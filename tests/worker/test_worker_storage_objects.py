@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("tensorstore")
+
 SCENARIO = """
 import os, sys
 import numpy as np
