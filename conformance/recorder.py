@@ -37,6 +37,11 @@ def read_record(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def rank(test: str) -> bytes:
+    """By which samples are taken: a small one is the beginning of a large one."""
+    return hashlib.sha256(test.rpartition("::")[2].encode()).digest()
+
+
 def collected_path(record: Path) -> Path:
     """Where it stands how many tests the file of a record has in all."""
     return record.with_suffix(".collected")
@@ -60,7 +65,7 @@ class Recorder:
         collected_path(self._path).write_text(str(len(items)))
         chosen = [item for item in items if self._only is None or _name(item.nodeid) in self._only]
         if self._sample and len(chosen) > self._sample:
-            ranked = sorted(chosen, key=lambda item: hashlib.sha256(item.name.encode()).digest())
+            ranked = sorted(chosen, key=lambda item: rank(_name(item.nodeid)))
             kept = set(ranked[: self._sample])
             chosen = [item for item in chosen if item in kept]
         items[:] = [item for item in chosen if _name(item.nodeid) not in self._known]

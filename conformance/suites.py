@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from conformance.recorder import collected_path, read_record
+from conformance.recorder import collected_path, rank, read_record
 
 KILL_GRACE_SECONDS = 10.0
 MAXIMUM_RESTARTS = 40
@@ -53,7 +53,7 @@ class Limits:
 
 
 def run_sample(path: Path, environment: Mapping[str, str], record: Path, limits: Limits) -> FileRun:
-    """As `run_file`, with as many more tests as it takes to have ``limits.sample`` that are not skipped."""
+    """As `run_file`, with as many tests as it takes to have ``limits.sample`` that are not skipped, and no more."""
     found = run_file(path, environment, record, limits)
     asked = limits.sample
     while limits.sample and not found.problem and len(found.tests) >= asked:
@@ -62,7 +62,19 @@ def run_sample(path: Path, environment: Mapping[str, str], record: Path, limits:
             break
         asked = len(found.tests) + missing
         found = run_file(path, environment, record, dataclasses.replace(limits, sample=asked))
-    return found
+    return _cut(found, limits.sample) if limits.sample else found
+
+
+def _cut(run: FileRun, sample: int) -> FileRun:
+    """What of a record belongs to the sample, if an earlier run took a larger one."""
+    kept: dict[str, Outcome] = {}
+    left = sample
+    for name in sorted(run.tests, key=rank):
+        if not left:
+            break
+        kept[name] = run.tests[name]
+        left -= run.tests[name].outcome != "skipped"
+    return dataclasses.replace(run, tests=kept)
 
 
 def is_complete(record: Path, limits: Limits, only: Collection[str] | None = None) -> bool:

@@ -104,6 +104,9 @@ def test_skipped_tests_do_not_use_up_a_sample_and_only_what_is_asked_for_is_run(
     assert sorted(outcome.outcome for outcome in found.tests.values()) == [
         "failed", "passed", "passed", "passed", "skipped",
     ]  # fmt: skip
+    smaller = run_sample(path, environment, tmp_path / "native.jsonl", Limits(60, 120, 1, 1))
+    assert len([outcome for outcome in smaller.tests.values() if outcome.outcome != "skipped"]) == 1
+    assert smaller.tests.items() < found.tests.items()  # of a larger sample that is on record
     only = tmp_path / "only.jsonl"
     run_file(path, environment, only, Limits(60, 120, 1, 1), ["T::test_good", "T::test_wrong"])
     assert {name: entry["outcome"] for name, entry in read_record(only).items()} == {
