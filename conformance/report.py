@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections import Counter
 
-from conformance.excuses import Excuse, excuse_for, refuses_several_slices
+from conformance.excuses import Excuse, Kind, excuse_for, refuses_several_slices
 from conformance.suites import FileRun, Outcome
 
 DIFFERENCES_SHOWN = 40
@@ -66,6 +66,7 @@ class Tally:
     as_one: int = 0
     """of ``passed``, those where the slices show as one"""
     granted: int = 0
+    inapplicable: int = 0
     excused: int = 0
     other: int = 0
 
@@ -99,15 +100,16 @@ def tally(result: FileResult, topology: str) -> Tally:
     """A file's counts on a topology."""
     outcomes = result.outcomes(topology)
     found = differences(result, topology)
-    counts = Counter({True: 0, False: 0})
+    counts: Counter[Kind] = Counter()
     for excuse, names in found.excused.items():
-        counts[excuse.granted] += len(names)
+        counts[excuse.kind] += len(names)
     return Tally(
         expected=len(outcomes),
         passed=sum(outcome.outcome == "passed" for outcome in outcomes.values()),
         as_one=sum(outcomes[name].outcome == "passed" for name in result.refused(topology)),
-        granted=counts[True],
-        excused=counts[False],
+        granted=counts[Kind.GRANTED],
+        inapplicable=counts[Kind.INAPPLICABLE],
+        excused=counts[Kind.EXCUSED],
         other=len(found.unexplained),
     )
 
@@ -118,10 +120,10 @@ def render(results: list[FileResult], topologies: list[str], about: list[str]) -
     totals = {topology: _total(results, topology) for topology in topologies}
     for topology, total in totals.items():
         lines += [*_rates(topology, total), ""]
-    heads = "".join(f" {topology} | granted | excused | other | left behind |" for topology in topologies)
+    heads = "".join(f" {topology} | granted | n/a | excused | other | left behind |" for topology in topologies)
     lines += [
         f"| file | tests | run | native |{heads}",
-        "|---|---:|---:|---:|" + "---:|---:|---:|---:|---|" * len(topologies),
+        "|---|---:|---:|---:|" + "---:|---:|---:|---:|---:|---|" * len(topologies),
     ]
     for result in results:
         native = result.native
@@ -136,7 +138,7 @@ def render(results: list[FileResult], topologies: list[str], about: list[str]) -
     row = "| **all** |" + "".join(f" {count} |" for count in sums)
     row += f" **{sum(len(result.expected()) for result in results)}** |"
     for total in totals.values():
-        row += f" **{total.passed}** | {total.granted} | {total.excused} | {total.other} | |"
+        row += f" **{total.passed}** | {total.granted} | {total.inapplicable} | {total.excused} | {total.other} | |"
     lines += [row, "", "## Differences", ""]
     for topology in topologies:
         for result in results:
@@ -153,11 +155,13 @@ def _rates(topology: str, total: Tally) -> list[str]:
     def share(passed: int, wanted: int) -> str:
         return f"{passed} of {wanted}, {100 * passed / wanted if wanted else 100:.2f} %"
 
+    strict = total.expected - total.granted
+    applicable = strict - total.inapplicable
     lines = [
         f"**{topology}**: of {total.expected} tests that pass natively {total.passed} pass. That is",
-        f"- of all but those granted ({total.granted}): {share(total.passed, total.expected - total.granted)};",
-        f"- of all but those excused too ({total.excused}): "
-        f"{share(total.passed, total.expected - total.granted - total.excused)}.",
+        f"- of all but those granted ({total.granted}): {share(total.passed, strict)};",
+        f"- of all but those that are not applicable too ({total.inapplicable}): {share(total.passed, applicable)};",
+        f"- of all but those excused too ({total.excused}): {share(total.passed, applicable - total.excused)}.",
     ]
     if total.as_one:
         lines.append(
@@ -169,12 +173,13 @@ def _rates(topology: str, total: Tally) -> list[str]:
 
 def _cells(result: FileResult, topology: str) -> str:
     if topology not in result.through:
-        return " – | – | – | – | – |"
+        return " – |" * 6
     counts = tally(result, topology)
     passed = f"{counts.passed} ({counts.as_one} as one slice)" if counts.as_one else f"{counts.passed}"
     left = result.left_behind(topology) or "nothing"
     note = _note(result.through[topology].run)
-    return f" {passed} | {counts.granted} | {counts.excused} | {counts.other} | {left}{note} |"
+    numbers = (passed, counts.granted, counts.inapplicable, counts.excused, counts.other)
+    return "".join(f" {number} |" for number in numbers) + f" {left}{note} |"
 
 
 def _note(run: FileRun) -> str:
@@ -189,8 +194,7 @@ def _described(result: FileResult, topology: str) -> list[str]:
     for excuse, names in sorted(found.excused.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(f"`{name.rpartition('::')[2]}`" for name in names[:EXCUSED_SHOWN])
         more = f" and {len(names) - EXCUSED_SHOWN} more" if len(names) > EXCUSED_SHOWN else ""
-        kind = "granted" if excuse.granted else "excused"
-        lines.append(f"- {kind}, {len(names)} × {excuse.title}: {shown}{more}")
+        lines.append(f"- {excuse.kind.value}, {len(names)} × {excuse.title}: {shown}{more}")
     for name, outcome in list(found.unexplained.items())[:DIFFERENCES_SHOWN]:
         reason = re.sub(r"\s+", " ", outcome.reason)[:240].replace("|", "\\|").replace("`", "'")
         lines.append(f"- `{name}` {outcome.outcome}: {reason}")

@@ -90,9 +90,15 @@ def _run_through(file: File, only: list[str], record: Path, made: Cluster) -> Fi
     notes = [f"session {s['session']} with {s['arrays']} arrays" for s in made.settle()]
     replaced = [place for place, pid in made.executors().items() if before.get(place) != pid]
     notes += [f"executor of {place} was replaced" for place in replaced]
-    growth = made.memory_bytes() - memory_before
+    memory_after = made.memory_bytes()
+    growth = memory_after - memory_before
     if growth > MEMORY_GROWTH_NOTED_BYTES:
-        notes.append(f"executors grew by {growth >> 20} MiB")
+        # Programs are kept a while for the next one who compiles them: what a second run adds is what was lost.
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            run_file(file.path, made.environment, Path(folder) / record.name, file.limits, only)
+        made.settle()
+        again = made.memory_bytes() - memory_after
+        notes.append(f"executors grew by {growth >> 20} MiB, when it was run again by {max(again, 0) >> 20} MiB")
     with _left_behind_path(record).open("a") as output:
         output.writelines(f"{note}\n" for note in notes)
     return found
@@ -189,9 +195,10 @@ def _about(files: list[File], cases: int, about_tests: str) -> list[str]:
         f"process in an executor's place, more than {MEMORY_GROWTH_NOTED_BYTES >> 20} MiB of memory.",
         "",
         "*Granted* are the two kinds of difference that cannot be otherwise when devices belong to other processes: "
-        "direct pointers into a device's memory, and tests that assert that the backend is the local CPU one. "
-        "*Excused* are those of the other kinds that `conformance/excuses.py` names; *other* ought not to be. Each is "
-        "listed below.",
+        "direct pointers into a device's memory, and tests that assert that the backend is the local CPU one. Not "
+        "applicable (*n/a*) are tests of jax's own persistent compilation cache, since the stock client gives no bytes "
+        "of executables. *Excused* are those of the other kinds that `conformance/excuses.py` names; *other* ought not "
+        "to be. Each is listed below.",
     ]
     return [*lines, *([] if not about_tests else ["", about_tests])]
 

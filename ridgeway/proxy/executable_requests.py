@@ -157,15 +157,21 @@ def _bind_results(session: Session, name: str, results: list[Array], request: An
 
 
 def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], ...]:
-    """The device ids by replica and partition, cleared from the options so that they do not distinguish programs."""
+    """The device ids by replica and partition, cleared from the options so that they do not distinguish programs. A
+    program that says only how many it needs gets the first ones, as `get_default_device_assignment` tells them."""
     build = options.executable_build_options
     given = build.device_assignment
-    if not given.computation_devices:
-        raise statuses.unimplemented("programs without a device assignment are not supported").error()
-    assignment = tuple(
-        tuple(int(computation.replica_device_ids[replica]) for computation in given.computation_devices)
-        for replica in range(given.replica_count)
-    )
+    if given.computation_devices:
+        assignment = tuple(
+            tuple(int(computation.replica_device_ids[replica]) for computation in given.computation_devices)
+            for replica in range(given.replica_count)
+        )
+    else:
+        partitions = max(1, build.num_partitions)
+        assignment = tuple(
+            tuple(range(replica * partitions, (replica + 1) * partitions))
+            for replica in range(max(1, build.num_replicas))
+        )
     known = session.services.manager.topology.devices
     if any(not 0 <= device < known for row in assignment for device in row):
         raise statuses.invalid_argument(f"a program for devices {assignment}; this cluster has 0..{known - 1}").error()

@@ -54,7 +54,7 @@ def test_the_rates_are_told_with_and_without_excuses() -> None:
     text = render([result()], ["2x2x2"], ["About it."])
     assert "of 6 tests that pass natively 2 pass" in text
     assert "(1): 2 of 5, 40.00 %" in text and "(1): 2 of 4, 50.00 %" in text
-    assert "| array_test |  | 7 | 6 | 2 (1 as one slice) | 1 | 1 | 2 | executors grew by 300 MiB |" in text
+    assert "| array_test |  | 7 | 6 | 2 (1 as one slice) | 1 | 0 | 1 | 2 | executors grew by 300 MiB |" in text
     assert "`T::e` failed: wrong" in text and "`T::d` failed: wrong too" in text and "`b`" in text
 
 

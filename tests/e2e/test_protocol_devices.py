@@ -84,6 +84,22 @@ def test_jax_refuses_a_plain_mesh_of_several_slices(controller: Controller) -> N
         controller.run("jax.make_mesh((6,), ('x',))")
 
 
+def test_a_program_without_a_device_assignment_gets_the_first_devices(controller: Controller) -> None:
+    assert controller.run("""
+from jax._src import compiler, xla_bridge
+from jaxlib import xla_client
+
+def place(count):
+    program = jax.jit(lambda x, y: x + y).lower(np.int32(1), np.int32(1)).compiler_ir()
+    options = compiler.get_compile_options(num_replicas=count, num_partitions=1)
+    devices = xla_client.DeviceList(tuple(jax.devices()[:count]))
+    return xla_bridge.get_backend().compile_and_load(str(program), devices, options)
+
+[total] = place(1).execute([jnp.array(1, dtype=np.int32), jnp.array(2, dtype=np.int32)])
+result = [int(total), sorted(d.id for d in total.devices()), [d.id for d in place(3).local_devices()]]
+""") == [3, [0], [0, 1, 2]]
+
+
 def test_memory_stats_are_refused_as_a_mistake_is(controller: Controller) -> None:
     error = controller.error_of("jax.devices()[0].memory_stats()")
     assert "INVALID_ARGUMENT" in error  # by jaxlib's client, without asking
