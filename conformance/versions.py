@@ -26,8 +26,9 @@ OLDEST = "0.11.0"
 PYTHONS = ("3.12", "3.13")
 TEST_TOOLS = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6.120", "setuptools>=77.0.3")
 TESTS = (
-    "tests/protocol", "tests/worker", "tests/e2e/test_protocol_requests.py", "tests/e2e/test_protocol_devices.py",
-    "tests/e2e/test_protocol_callbacks.py", "tests/e2e/test_protocol_profiler.py", "tests/e2e/test_protocol_bytes.py",
+    "tests/protocol", "tests/worker/test_device_runtime.py", "tests/worker/test_worker_python_devices.py",
+    "tests/worker/test_worker_python_functions.py", "tests/e2e/test_protocol_requests.py",
+    "tests/e2e/test_protocol_devices.py", "tests/e2e/test_protocol_callbacks.py", "tests/e2e/test_protocol_profiler.py",
     "tests/e2e/test_e2e_losses.py", "tests/e2e/test_colocated_python.py",
 )  # fmt: skip
 SMOKE_TESTS = (
