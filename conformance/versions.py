@@ -121,14 +121,14 @@ def make(python: str, jax: str, folder: Path, log: Path) -> Environment:
     key = f"{declared.hexdigest()} {' '.join(wanted)}\n"
     complete = folder / "complete"
     if not complete.exists() or complete.read_text() != key:
-        _run_logged([python, "-m", "venv", "--clear", str(folder)], log)
-        _run_logged([str(inside), "-m", "pip", "install", "--progress-bar=off", *wanted], log)
-        _run_logged([str(inside), "-m", "pip", "check"], log)
+        _run_logged(folder.name, [python, "-m", "venv", "--clear", str(folder)], log)
+        _run_logged(folder.name, [str(inside), "-m", "pip", "install", "--progress-bar=off", *wanted], log)
+        _run_logged(folder.name, [str(inside), "-m", "pip", "check"], log)
         complete.write_text(key)
     return describe(str(inside))
 
 
-def _run_logged(command: list[str], log: Path) -> None:
+def _run_logged(name: str, command: list[str], log: Path) -> None:
     problem, output = "", ""
     try:
         done = subprocess.run(
@@ -140,12 +140,12 @@ def _run_logged(command: list[str], log: Path) -> None:
             problem = f"exit code {done.returncode}"
     except subprocess.TimeoutExpired as error:
         output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
-        problem = f"not done after {INSTALL_SECONDS:.0f} s"
+        problem = f"nothing after {INSTALL_SECONDS:.0f} s"
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n{output}\n")
     if problem:
         shown = "\n".join(f"    {line}" for line in output.splitlines()[-SHOWN_LINES:])
-        what = f"{' '.join(command[1:4])}: {problem}"
+        what = f"no environment {name}: {' '.join(command[2:4])} ended with {problem}"
         raise click.ClickException(f"{what}; {advice(output)} Its end, the rest is in {log}:\n{shown}")
 
 

@@ -6,7 +6,7 @@ Of `ridgeway.worker`, only this module, `compilation` and, for colocated Python,
 * ``xla_client.make_cpu_client``: a client with our own collectives and process numbers; `jax` keeps only one.
 * ``_jax.get_distributed_runtime_client``, ``_jax.make_gloo_tcp_collectives``: the same, for one generation.
 * ``_jax.batched_device_put``, ``_jax.batched_copy_array_to_devices_with_sharding``, ``array.ArrayImpl``,
-  ``array._array_global_result_handler`` (which knows that jaxlib's takes ``_skip_checks`` up to 0.11.0 and not later):
+  ``array._array_global_result_handler`` (which knows that jaxlib's takes ``_skip_checks`` up to 0.11.1 and not later):
   buffers on a client that is not jax's default backend; no tracing, no cache.
 * ``GSPMDSharding``: a sharding without a mesh; `Mesh` objects are interned and would leak sockets and threads of
   every past generation (measured: 29 sockets, 18 threads each).

@@ -77,8 +77,25 @@ namespace = {
 }  # fmt: skip
 
 
+def connect() -> None:
+    """Make the backend, which jax knows by itself only since 0.12: before that the plugin or pathwaysutils registers it,
+    or, as here, the program."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        if "not in the list of known backends" not in str(error):
+            raise
+        from jax.extend import backend
+        from jax.extend.backend import ifrt_proxy
+
+        target = jax.config.read("jax_backend_target")
+        options = ifrt_proxy.ClientConnectionOptions()
+        backend.register_backend_factory("proxy", lambda: ifrt_proxy.get_client(target, options), priority=-1)
+        jax.devices()
+
+
 def main() -> None:
-    jax.devices()
+    connect()
     answer({"result": os.getpid()})
     for line in sys.stdin:
         namespace["result"] = None
