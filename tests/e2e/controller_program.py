@@ -78,8 +78,8 @@ namespace = {
 
 
 def connect() -> None:
-    """Make the backend, which jax knows by itself only since 0.12: before that the plugin or pathwaysutils registers it,
-    or, as here, the program."""
+    """Make the backend, which jax knows by itself only since 0.12: before, the plugin or pathwaysutils registers it or,
+    as here, the program."""
     try:
         jax.devices()
     except RuntimeError as error:
