@@ -65,6 +65,30 @@ for source, target, device in ((here, there, far[4]), (there, here, near[4])):
 """) == [True, 6, [True] * 8, [True] * 8]
 
 
+def test_reversed_and_broadcast_host_arrays_are_taken_as_natively(cluster: Cluster, plugin: str) -> None:
+    with contextlib.closing(Controller(cluster.place, {**cluster.environment(), "PYTHONPATH": plugin})) as program:
+        assert program.run("""
+plain = np.arange(24.0, dtype=np.float32).reshape(12, 2)
+views = [
+    plain[::-1], plain[:, ::-1], plain[::-2], np.broadcast_to(np.float32(3), (12, 2)),
+    np.broadcast_to(plain[:, :1], (12, 2)), np.broadcast_to(plain[0], (12, 2)), plain[:0][::-1],
+]
+devices = jax.devices()
+over_all = NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
+everywhere = NamedSharding(over_all.mesh, P())
+same = jax.jit(lambda a: a + 0)
+ways = [
+    jnp.asarray, same, same, lambda v: jax.device_put(v, devices[4]), lambda v: jax.device_put(v, over_all),
+    lambda v: jax.device_put(v, everywhere), lambda v: jax.make_array_from_callback(v.shape, over_all, lambda i: v[i]),
+    jax.jit(lambda a: a + 0, in_shardings=over_all, out_shardings=over_all),
+]
+result = [
+    [number, way] for number, view in enumerate(views) for way, taken in enumerate(ways)
+    if not np.array_equal(np.asarray(taken(view)), view)
+]
+""") == []
+
+
 def test_a_program_for_one_slice_runs_on_several_that_are_shown_as_one(tmp_path: Path) -> None:
     mesh = "jax.make_mesh((4,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))"
     (tmp_path / "one").mkdir()
