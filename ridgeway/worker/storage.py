@@ -322,6 +322,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_ALLOWED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _OS_ERROR = re.compile(r"\s*\[os_error_code='(\d+)'\]")
 _CODE = re.compile(r"^([A-Z_]+): ")
+_ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 _NOISE = re.compile(r"\s*\[(?:tensorstore_spec|source locations|os_error_code)=.*", re.DOTALL)
 
 
@@ -352,17 +353,18 @@ def describe(error: Exception) -> Status:
     if isinstance(error, TimeoutError) and error.errno is None:
         return statuses.deadline_exceeded("storage did not answer within the request's timeout")
     match = _OS_ERROR.search(str(error))
-    text = _NOISE.sub("", str(error)).replace("\\x00", "/")  # tensorstore joins paths by a zero byte
+    # tensorstore joins paths by a zero byte, and writes a digit that follows one as an escape too.
+    text = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)) if escape[1] != "00" else "/", _NOISE.sub("", str(error)))
     number = int(match[1]) if match else getattr(error, "errno", None)
+    match = _CODE.match(text)
+    code = Code.__members__.get(match[1]) if match else None
+    text = text[match.end() :] if match and code is not None else text
     if number in _NO_SPACE:
         return statuses.resource_exhausted(text)
     if number in _NOT_ALLOWED:
         return Status(Code.PERMISSION_DENIED, statuses.without_retried_words(text))
     if isinstance(error, MemoryError):
         return statuses.resource_exhausted(f"no memory left: {text}")
-    match = _CODE.match(text)
-    code = Code.__members__.get(match[1]) if match else None
-    text = text[match.end() :] if match and code is not None else text
     if code is None:
         kinds = {OSError: Code.FAILED_PRECONDITION, ValueError: Code.INVALID_ARGUMENT}  # such as a dtype zarr has not
         code = next((code for kind, code in kinds.items() if isinstance(error, kind)), Code.UNKNOWN)

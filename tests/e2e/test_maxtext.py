@@ -107,6 +107,9 @@ def test_losses_with_a_kill_equal_those_without(place: Place, cache: Path) -> No
     cluster = Cluster(place, place.record("killed"))
     sessions = [session["session"] for session in cluster.status()["sessions"]]
     before = cluster.hosts()
+    # Another head, other processes, the same job: nothing is compiled.
+    assert cluster.events(0, "compiled", cache="miss") == []
+    assert cluster.events(0, "compiled", cache="hit")
     cluster.kill_worker(2)
     steps.until(went_back, "the recovery")
     after = cluster.hosts()

@@ -168,6 +168,24 @@ def test_the_least_recently_used_programs_go_first(folder: Path) -> None:
     assert cache.total_bytes() <= 3500
 
 
+def test_several_writers_keep_the_limit_together(folder: Path) -> None:
+    caches = [CompileCache(folder, 20_000) for _ in range(4)]
+
+    def work(number: int) -> None:
+        for turn in range(25):
+            caches[number].store(f"k{number}-{turn}", METADATA, bytes(3000))
+            caches[number].load(f"k{(number + 1) % 4}-{turn}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [cache.problem for cache in caches] == [None] * 4
+    assert 0 < caches[0].total_bytes() <= 20_000
+    assert all(path.suffix == ".program" for path in folder.iterdir())
+
+
 def test_a_program_over_the_whole_limit_is_not_kept(folder: Path) -> None:
     cache = CompileCache(folder, 500)
     cache.store("k1", {}, bytes(1000))

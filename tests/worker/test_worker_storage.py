@@ -239,6 +239,7 @@ def test_a_full_disk_and_a_read_only_one(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     status = refusal(lambda: write(small_disk, "v"))
     assert status.code is Code.PERMISSION_DENIED and "Read-only file system" in status.message
+    assert f"{small_disk}/v.partial-" in status.message and "\\x" not in status.message
     assert np.array_equal(read(small_disk), VALUES)
 
 
