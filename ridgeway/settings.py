@@ -83,6 +83,9 @@ class Settings:
     """How long the answer to the client waits for the agent to say how a lost executor ended."""
     handshake_timeout_seconds: float = 5.0
     """Authentication and hello of a new connection to the head."""
+    head_pause_seconds: float = 120.0
+    """How long a worker waits for a head that says nothing while its host still acknowledges what it is sent: its
+    process was stopped, or is starved. If its host is silent too, `heartbeat_timeout_seconds` counts."""
     orphan_policy: str = "exit"
     """What a worker does when the head is gone: ``exit``, or ``wait`` for another head at the same address."""
     orphan_timeout_seconds: float = 60.0

@@ -1,7 +1,10 @@
 """A link inside an asyncio event loop: the head's end of every link, and the agent's."""
 
 import asyncio
+import socket
 import ssl
+import struct
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +12,11 @@ from ridgeway.transport import authentication, frames
 from ridgeway.transport.frames import Buffer, Message
 
 READ_LIMIT_BYTES = 1 << 20
+
+# `tcpi_last_ack_recv` in `struct tcp_info` of <linux/tcp.h>, the part that every kernel since 2.6 has.
+_TCP_INFO_BYTES = 104
+_LAST_ACK_OFFSET = 56
+_LAST_ACK_MILLISECONDS = struct.Struct("=I")
 
 
 class LinkClosed(ConnectionError):
@@ -33,6 +41,19 @@ class StreamLink:
         """The other end's IP address, for messages."""
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else "unknown"
+
+    @property
+    def acknowledged_seconds(self) -> float | None:
+        """How long ago the other end's kernel last acknowledged what was sent, be its process stopped or not; None
+        where the system does not tell."""
+        connection = self._writer.get_extra_info("socket")
+        if sys.platform != "linux" or connection is None or self._transport.is_closing():
+            return None
+        try:
+            information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return None
+        return _LAST_ACK_MILLISECONDS.unpack_from(information, _LAST_ACK_OFFSET)[0] / 1000
 
     def send(self, message: Sequence[Any], buffers: Sequence[Buffer] = ()) -> None:
         """Queue one frame; never blocks. On a closed link it is dropped: the reader sees the closing."""

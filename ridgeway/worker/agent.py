@@ -134,7 +134,7 @@ class AgentProcess:
         while True:
             interval = self._core.settings.heartbeat_interval_seconds
             await asyncio.sleep(max(0.02, min(TICK_SECONDS, interval / 2)))
-            self._handle(core.Tick())
+            self._handle(core.Tick(None if self._link is None else self._link.acknowledged_seconds))
             if self._adopts:
                 processes.reap_adopted(self._template.pid if self._template is not None else None)
 

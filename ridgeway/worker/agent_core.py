@@ -106,6 +106,8 @@ class AgentCore:
         self._template_seconds: float | None = None
         self._template_deaths: collections.deque[float] = collections.deque(maxlen=TEMPLATE_DEATH_LIMIT)
         self._heard = now
+        self._head_pauses = False
+        """it says nothing, but its host does"""
         self._last_tick = now
         self._next_heartbeat = now
         self._ending = False
@@ -148,8 +150,9 @@ class AgentCore:
             case ConnectFailed(message) | NotAuthenticated(message):
                 return self._connect_failed(message, now)
             case MessageReceived(message):
+                effects = self._head_is_back(now)
                 self._heard = now
-                return self._obey(message, now)
+                return effects + self._obey(message, now)
             case LinkLost(reason):
                 if self.agent is None:
                     return []
@@ -177,8 +180,8 @@ class AgentCore:
                 return self._exit(EXIT_STOPPED, f"stopping: {reason}")
             case PreemptionAnnounced(reason):
                 return self._preempted(reason, now)
-            case Tick():
-                return self._tick(now)
+            case Tick(acknowledged_seconds):
+                return self._tick(now, acknowledged_seconds)
         raise AssertionError(f"unknown event {event!r}")
 
     # ---- the link
@@ -217,6 +220,7 @@ class AgentCore:
     def _orphaned(self, reason: str, now: float) -> list[Effect]:
         """The head is gone: whatever the children compute would be a zombie's work."""
         self.agent = None
+        self._head_pauses = False
         if self._leave_at < math.inf:
             return self._exit(EXIT_STOPPED, f"{reason}, and this host is preempted")
         if self.settings.orphan_policy != "wait":
@@ -401,7 +405,33 @@ class AgentCore:
 
     # ---- time
 
-    def _tick(self, now: float) -> list[Effect]:
+    def _head_is_back(self, now: float) -> list[Effect]:
+        if not self._head_pauses:
+            return []
+        self._head_pauses = False
+        return [Say(f"the head is back after {now - self._heard:.1f} s")]
+
+    def _head_is_silent(self, silent: float, acknowledged_seconds: float | None) -> list[Effect]:
+        """Nothing was heard of the head for `heartbeat_timeout_seconds`. The kernel knows whether its host acknowledges
+        what it is sent: if so its process was stopped, or is starved, and may go on; if not, it or the network is gone.
+        """
+        settings = self.settings
+        answers = acknowledged_seconds is not None and acknowledged_seconds < settings.suspect_after_seconds
+        what = f"the head has been silent for {silent:.1f} s"
+        if not answers or silent >= max(settings.head_pause_seconds, settings.heartbeat_timeout_seconds):
+            setting = "head_pause_seconds" if answers else "heartbeat_timeout_seconds"
+            return self._orphaned(f"{what} ({setting})", self._heard + silent)
+        if self._head_pauses:
+            return []
+        self._head_pauses = True
+        return [
+            Say(
+                f"{what}, but its host answers: waiting for it up to {settings.head_pause_seconds:g} s "
+                "(head_pause_seconds)"
+            )
+        ]
+
+    def _tick(self, now: float, acknowledged_seconds: float | None) -> list[Effect]:
         effects = self._end_pythons(now)
         settings = self.settings
         slept = now - self._last_tick
@@ -417,9 +447,9 @@ class AgentCore:
         if self.agent is not None:
             silent = now - self._heard
             if silent >= settings.heartbeat_timeout_seconds:
-                return effects + self._orphaned(
-                    f"the head has been silent for {silent:.1f} s (heartbeat_timeout_seconds)", now
-                )
+                effects += self._head_is_silent(silent, acknowledged_seconds)
+                if self.agent is None:
+                    return effects
             if now >= self._next_heartbeat:
                 self._next_heartbeat = now + settings.heartbeat_interval_seconds
                 effects.append(Send(["heartbeat"]))

@@ -148,6 +148,10 @@ class PreemptionAnnounced(Event):
 class Tick(Event):
     """Time has passed."""
 
+    acknowledged_seconds: float | None = None
+    """How long ago the head's host last acknowledged something that was sent over the link; None if that is not known.
+    """
+
 
 # ---- effects
 

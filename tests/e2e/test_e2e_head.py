@@ -117,6 +117,20 @@ def test_workers_wait_for_a_new_head_and_a_zombie_does_not_disturb(place: Place)
         assert cluster.hosts() == replaced
         assert replaced[0, 0].executor_pid == before[0, 0].executor_pid
 
+        # The head's process is stopped for longer than it may be silent, but its host answers: nothing is lost.
+        kept = "kept = sharded(devices_of(0, 1)); result = float(kept.sum())"
+        assert controller.run(kept) == total(4)
+        stopped = cluster.status()["head"]["pid"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            for worker in workers:
+                worker.says("but its host answers")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert controller.run("result = float(mix(kept, 3).sum())") == total(4)
+        assert cluster.hosts() == replaced
+        assert cluster.events(awake, "host_lost") == []
+
     # The head dies: whatever the executors were at is nobody's any more, so they end; the agents wait.
     cluster.wait_sessions(0)
     kill_head(head, cluster, place)

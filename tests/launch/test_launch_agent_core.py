@@ -83,6 +83,31 @@ def test_heartbeats_go_out_and_silence_ends_the_work():
     assert effects[-1] == core.Exit(core.EXIT_ORPHANED)
 
 
+def test_a_head_whose_host_answers_is_waited_for():
+    agent = joined(heartbeat_timeout_seconds=4.0, suspect_after_seconds=2.0, head_pause_seconds=20.0)
+    said = []
+    for step in range(1, 39):
+        effects = agent.handle(core.Tick(0.5), step * 0.5)
+        assert "Exit" not in kinds(effects)
+        said += [effect.text for effect in effects if isinstance(effect, core.Say)]
+    assert said == [
+        "the head has been silent for 4.0 s, but its host answers: waiting for it up to 20 s (head_pause_seconds)"
+    ]
+    effects = agent.handle(core.MessageReceived(["heartbeat"]), 19.4)
+    assert [effect.text for effect in effects] == ["the head is back after 19.4 s"]
+    assert agent.handle(core.MessageReceived(["heartbeat"]), 19.5) == []
+    # Once more, and now the network is cut; or it does not come back at all.
+    for step in range(40, 50):
+        assert "Exit" not in kinds(agent.handle(core.Tick(1.9), step * 0.5))
+    gone = agent.handle(core.Tick(2.1), 25.0)
+    assert gone[-1] == core.Exit(core.EXIT_ORPHANED) and "(heartbeat_timeout_seconds)" in gone[-2].text
+    agent = joined(heartbeat_timeout_seconds=4.0, head_pause_seconds=20.0)
+    for step in range(1, 40):
+        assert "Exit" not in kinds(agent.handle(core.Tick(0.0), step * 0.5))
+    gone = agent.handle(core.Tick(0.0), 20.0)
+    assert gone[-1] == core.Exit(core.EXIT_ORPHANED) and "(head_pause_seconds)" in gone[-2].text
+
+
 def test_any_message_of_the_head_counts_as_life():
     agent = joined(heartbeat_timeout_seconds=4.0)
     for step in range(1, 100):
