@@ -119,7 +119,7 @@ def test_a_child_is_given_what_it_needs_and_no_secret_shows_outside() -> None:
 @pytest.mark.parametrize("how", ["stop", "SIGINT", "SIGTERM", "SIGKILL", "link closed", "head silent"])
 def test_nothing_outlives_the_agent(how: str) -> None:
     async def test() -> None:
-        settings = Settings(heartbeat_interval_seconds=0.1, heartbeat_timeout_seconds=0.6)
+        settings = Settings(heartbeat_interval_seconds=0.1, heartbeat_timeout_seconds=0.6, head_pause_seconds=2.0)
         place = ("--slice", "0", "--host", "0")
         async with FixtureHead(settings) as head, AgentUnderTest(head.port, *place) as worker:
             agent = await head.next_agent()
@@ -154,6 +154,7 @@ def test_nothing_outlives_the_agent(how: str) -> None:
                 expected, words = 3, "the head has been silent for"
             assert await worker.exit_code() == expected, worker.log
             assert words in worker.log
+            assert (how == "head silent") == ("its host answers" in worker.log)
             await gone(processes)
 
     run(test())
