@@ -25,6 +25,7 @@ from ridgeway.proxy.services import Services
 from ridgeway.proxy.suspension_gate import SuspensionGate
 from ridgeway.proxy.touching import slots_touched
 from ridgeway.proxy.uploads import Uploads
+from ridgeway.proxy.user_contexts import UserContexts
 
 SERVER_HANDLES_FROM = 1 << 40
 """Handles made here start far above those the client makes."""
@@ -101,6 +102,7 @@ class Session:
         self.fetching_bytes = 0
         """of arrays that the client has asked for and that are on their way to the head"""
         self._when_fetched: list[Callable[[], None]] = []
+        self.contexts = UserContexts()
         self.callbacks = SessionCallbacks(services.callbacks, self.new_handle)
         self.python = SessionPython(services, number)
         self.gate = SuspensionGate(
@@ -173,6 +175,7 @@ class Session:
             raise statuses.invalid_argument("a message that is not an IfrtRequest").error() from None
         self.requests += 1
         operation = request.request_metadata.op_id
+        self.contexts.asked(operation, request.request_metadata.user_context_id)
         kind = request.WhichOneof("request")
         if kind is None:
             self.respond(operation, messages.IfrtResponse(), statuses.unimplemented(
@@ -241,6 +244,8 @@ class Session:
             response = messages.IfrtResponse()
         metadata = response.response_metadata
         metadata.op_id = operation
+        metadata.seq_num, destroyed = self.contexts.answered(operation, ok)
+        metadata.destroyed_user_context_ids.extend(destroyed)
         if ok:
             metadata.status.SetInParent()
         else:

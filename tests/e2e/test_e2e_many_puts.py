@@ -38,3 +38,18 @@ jax.block_until_ready(arrays)
 result = float(arrays[-1][0])
 """) == 1499
     assert cluster.went_on(before, cluster.host(0))
+
+
+def test_a_controller_keeps_nothing_of_what_it_has_done(cluster: Cluster) -> None:
+    """jaxlib's client keeps where a request came from until the server has let go of it."""
+    with cluster.controller() as program:
+        program.run("import gc, sys, jax; device = jax.devices()[0]; f = jax.jit(lambda x: x + 1)")
+        program.run("x = jax.device_put(1.0, device)")
+        # Errors are no answers in which the client is told anything; what they leave comes with the next one.
+        rounds = "for _ in range({}):\n    float(f(x))\n    jax.block_until_ready(jax.device_put(2.0, device))\n"
+        counted = "gc.collect(); result = sys.getallocatedblocks()"
+        program.run(rounds.format(50))
+        before = program.run(counted)
+        program.run(rounds.format(500))
+        # One block for each request would be more than a thousand.
+        assert program.run(counted) - before < 300
