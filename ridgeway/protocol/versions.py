@@ -1,7 +1,8 @@
 """Versions of the IFRT proxy protocol this server speaks, and of the jax releases it is built for.
 
-The windows were read off the wire: a stock client of jaxlib 0.12.0.1 offers protocol 16..25 and
-serialization 2..6, one of jaxlib 0.11.0 offers protocol 16..25 and serialization 0..4. Both were served.
+The windows were read off the wire: stock clients of the whole range offer protocol 16..25, and serialization
+0..4 (jaxlib 0.11.0), 0..5 (0.11.1), 0..6 (0.11.2), 2..6 (0.12.0, 0.12.0.1). All were served, also by servers of
+the others: the messages of the protocol itself are the same in all of them.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@
 
 import contextlib
 import gc
+import importlib.metadata
 import os
 import threading
 from typing import Any
@@ -28,6 +29,7 @@ _MEMORY_STATS = (
     "temp_size_in_bytes", "host_generated_code_size_in_bytes", "host_argument_size_in_bytes",
     "host_output_size_in_bytes", "host_alias_size_in_bytes", "host_temp_size_in_bytes", "peak_memory_in_bytes",
 )  # fmt: skip
+JAXLIB_VERSION = importlib.metadata.version("jaxlib")
 _CLIENT_LIMIT = 2
 
 _clients: dict[int, Any] = {}
@@ -74,7 +76,7 @@ def compile_program(
             module = stablehlo.deserialize_portable_artifact(context, artifact)
         except Exception as error:
             raise statuses.invalid_argument(
-                f"the program is not a StableHLO artifact of this jaxlib: {error}"
+                f"the program is not a StableHLO artifact that the workers' jaxlib {JAXLIB_VERSION} reads: {error}"
             ).error() from None
         metadata = _signature(module)
         parsed = xla_client.CompileOptions.ParseFromString(options)

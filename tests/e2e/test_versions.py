@@ -71,8 +71,13 @@ step = jax.jit(lambda v: (jnp.sin(v) @ jnp.cos(v)) + v.sum(), out_shardings=Name
 moved = jax.device_put(values, NamedSharding(mesh, P()))
 donated = jax.jit(lambda v: v * 2, donate_argnums=0)(values)
 key = jax.random.normal(jax.random.key(3), (5,))
+rows = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+square = jax.device_put(rows.T @ rows + np.eye(3, dtype=np.float32), jax.devices()[-1])
+library = [jnp.linalg.cholesky(square), jnp.linalg.inv(square), jnp.linalg.eigvalsh(square), jnp.linalg.qr(square).R,
+           jnp.linalg.svd(square, compute_uv=False), jnp.abs(jnp.fft.fft(square)), jax.lax.top_k(square, 2)[0],
+           jax.lax.cumsum(square), jax.nn.gelu(square), jax.random.permutation(jax.random.key(1), square)]
 result = [float(step(moved)), np.asarray(donated).tolist(), values.is_deleted(), np.asarray(key).tolist(),
-          np.asarray(jax.jit(jnp.sort)(moved[::-1])).tolist()]
+          np.asarray(jax.jit(jnp.sort)(moved[::-1])).tolist(), [np.ravel(x).tolist() for x in library]]
 """
 
 
@@ -91,6 +96,8 @@ def test_a_controller_of_another_version_works_or_is_refused_with_both_named(
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
         assert found[1:3] == expected[1:3] and found[4] == expected[4]
         assert found[3] == pytest.approx(expected[3], rel=1e-5)
+        for ours, theirs in zip(expected[5], found[5], strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-4)
 
 
 def test_callbacks_and_profiles_work_between_versions(other: Controller, tmp_path: Path) -> None:
