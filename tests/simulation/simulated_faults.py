@@ -224,10 +224,10 @@ class Faults:
         self._later(seconds, restart)
 
     def _stop_head(self, seconds: float) -> None:
-        # Shorter than the silence after which workers turn away from it.
+        # Often for longer than it may be silent: its machine answers, so nobody turns away from it.
         process = self._cluster.process
         process.stop()
-        self._later(min(seconds, self._cluster.settings.heartbeat_timeout_seconds * 0.6), process.resume)
+        self._later(2 * seconds, process.resume)
 
     # ---- the network
 

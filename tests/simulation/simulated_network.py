@@ -211,7 +211,9 @@ class Connection:
         self._on_closed = on_closed
         self._to_head = Pipe(process.machine, "to_head", lambda item: head_gate.run(self.head.arrived, item))
         self._from_head = Pipe(process.machine, "from_head", lambda item: process.run(self._arrived, item))
-        self.head = HeadLink(self._from_head, self._head_closed)
+        # A head that is stopped says nothing, whatever its tasks would like to.
+        put = self._from_head.put
+        self.head = HeadLink(lambda item: head_gate.run(put, item), self._head_closed)
         self._open = True
         process.connections.append(self)
 
@@ -267,8 +269,8 @@ class HeadLink:
     unsent_bytes = 0
     peer_address = "simulated"
 
-    def __init__(self, pipe: Pipe, on_close: Callable[[], None]):
-        self._pipe = pipe
+    def __init__(self, put: Callable[[Item], None], on_close: Callable[[], None]):
+        self._put = put
         self._on_close = on_close
         self._inbox: deque[Item] = deque()
         self._waiting: asyncio.Future[None] | None = None
@@ -281,7 +283,7 @@ class HeadLink:
             return
         if self.watch is not None:
             self.watch(message)
-        self._pipe.put((list(message), list(buffers)))
+        self._put((list(message), list(buffers)))
 
     def send_packed(self, frame: bytes) -> None:
         self.send(frames.unpack_body(frame[frames.PREFIX.size :]))
@@ -317,5 +319,5 @@ class HeadLink:
     async def close_gently(self, timeout_seconds: float) -> None:
         """What was sent arrives before the end does."""
         if not self.closed:
-            self._pipe.put(None)
+            self._put(None)
             self.closed = True

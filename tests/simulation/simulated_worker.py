@@ -70,6 +70,7 @@ class SimulatedAgent(Process):
         self._template_number = 0
         self._waiting_forks: list[core.Fork] = []
         self._connection: Connection | None = None
+        self._acknowledged_at = self.world.now
         self.handle(core.Started())
         self.after(TICK_SECONDS, self._tick)
 
@@ -80,8 +81,16 @@ class SimulatedAgent(Process):
                 self._apply(effect)
 
     def _tick(self) -> None:
-        self.handle(core.Tick())
+        self.handle(core.Tick(self._acknowledged_seconds()))
         self.after(TICK_SECONDS, self._tick)
+
+    def _acknowledged_seconds(self) -> float | None:
+        """The kernel of the head's machine answers as long as the network does, the head's process stopped or not."""
+        if self._connection is None:
+            return None
+        if not any(self.machine.blocked.values()):
+            self._acknowledged_at = self.world.now
+        return self.world.now - self._acknowledged_at
 
     def executors(self) -> list[SimulatedExecutor]:
         """The executor processes of this machine."""
