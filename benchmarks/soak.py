@@ -377,7 +377,7 @@ def soak(options: Options, work: Path, disk: Path | None, say: Callable[[str], N
     slices, hosts = topology.slices, topology.hosts_per_slice
     name = f"soak-{os.getpid()}"
     with _cluster(name, options.topology, options.standbys, options.separate, work) as record:
-        environment = command_environment(dict(os.environ), record.head_host, record.proxy_port) | PROGRAM_ENVIRONMENT
+        environment = command_environment(dict(os.environ), "127.0.0.1", record.proxy_port) | PROGRAM_ENVIRONMENT
         with links(record) as (client, events):
             moments = Moments(events)
             injector = Injector(record, client, disk)
