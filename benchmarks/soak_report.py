@@ -185,6 +185,7 @@ def draw(known: dict[str, Any], path: Path) -> None:
     """A row for each mode: how long recoveries took, and what the processes used over the faults."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(16, 4.2 * len(known)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -209,6 +210,7 @@ def draw(known: dict[str, Any], path: Path) -> None:
                 totals = [sum(u[metric] for u in taken["roles"].get(role, [])) / scale for taken in samples]
                 place.plot([taken["fault"] for taken in samples], totals, label=role, linewidth=1)
             place.set(title=f"{metric} of all processes of a kind", xlabel="fault", ylabel=unit, yscale="log")
+            place.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             place.yaxis.set_major_formatter("{x:g}")
             place.yaxis.set_minor_formatter("")
             place.grid(alpha=0.3)

@@ -35,35 +35,81 @@ def has_own_network(pid: int, other: int) -> bool:
         return False
 
 
+class Namespace:
+    """The network namespace of a process, held open: a cut is also undone when the process is gone by then, since
+    another worker may be started in the same namespace.
+
+    Raises:
+      NetworkError: there is no such process, or this machine does not allow to look at it.
+    """
+
+    def __init__(self, place: Place):
+        path = f"/proc/{place.pid}/ns/net"
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise NetworkError(f"{path}: {error.strerror}") from None
+
+    def ip(self, *arguments: str) -> str:
+        """What the command prints that is run there.
+
+        Raises:
+          NetworkError: it fails.
+        """
+        command = ["nsenter", f"--net=/proc/self/fd/{self._descriptor}", "ip", *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS, check=False,
+                pass_fds=(self._descriptor,),
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NetworkError(f"`{' '.join(command)}`: {error}") from None
+        if done.returncode != 0:
+            raise NetworkError(f"`{' '.join(command)}`: {done.stderr.strip()}")
+        return done.stdout
+
+    def undo(self, commands: Sequence[Sequence[str]]) -> None:
+        """Run all of them, whatever becomes of each, and let go of the namespace.
+
+        Raises:
+          NetworkError: the first failure.
+        """
+        failures: list[NetworkError] = []
+        for arguments in commands:
+            try:
+                self.ip(*arguments)
+            except NetworkError as error:
+                failures.append(error)
+        os.close(self._descriptor)
+        if failures:
+            raise failures[0]
+
+
 def cut(place: Place) -> Undo:
     """Take a host's interfaces down.
 
     Raises:
       NetworkError: it could not be done; nothing is changed.
     """
-    links: list[dict[str, Any]] = json.loads(_ip(place, "-j", "link", "show", "up") or "[]")
-    # Those that are down are there too, as empty objects.
-    names = [link["ifname"] for link in links if "ifname" in link and "LOOPBACK" not in link.get("flags", ())]
-    if not names:
-        raise NetworkError(f"the host at {place.address} has no interface that is up")
-    # Routes that the kernel does not make by itself when an interface comes up again.
-    routes = [line.split() for line in _ip(place, "route", "show").splitlines() if "proto kernel" not in line]
-    done: list[str] = []
-
-    def undo() -> None:
-        for name in done:
-            _ip(place, "link", "set", name, "up")
-        for route in routes:
-            _ip(place, "route", "replace", *[word for word in route if word != "linkdown"])
-
+    there = Namespace(place)
+    commands: list[list[str]] = []
     try:
+        links: list[dict[str, Any]] = json.loads(there.ip("-j", "link", "show", "up") or "[]")
+        # Those that are down are there too, as empty objects.
+        names = [link["ifname"] for link in links if "ifname" in link and "LOOPBACK" not in link.get("flags", ())]
+        if not names:
+            raise NetworkError(f"the host at {place.address} has no interface that is up")
+        # Routes that go with an interface and that the kernel does not make by itself when it comes up again.
+        lines = there.ip("route", "show").splitlines()
+        routes = [line.split() for line in lines if "proto kernel" not in line and not line.startswith("blackhole")]
         for name in names:
-            _ip(place, "link", "set", name, "down")
-            done.append(name)
+            there.ip("link", "set", name, "down")
+            commands.append(["link", "set", name, "up"])
     except NetworkError:
-        undo()
+        there.undo(commands)
         raise
-    return undo
+    commands += [["route", "replace", *(word for word in route if word != "linkdown")] for route in routes]
+    return lambda: there.undo(commands)
 
 
 def silence(sender: Place, receivers: Sequence[Place]) -> Undo:
@@ -72,28 +118,13 @@ def silence(sender: Place, receivers: Sequence[Place]) -> Undo:
     Raises:
       NetworkError: it could not be done; nothing is changed.
     """
-    done: list[Place] = []
-
-    def undo() -> None:
-        for receiver in done:
-            _ip(sender, "route", "del", "blackhole", receiver.address)
-
+    there = Namespace(sender)
+    commands: list[list[str]] = []
     try:
         for receiver in receivers:
-            _ip(sender, "route", "add", "blackhole", receiver.address)
-            done.append(receiver)
+            there.ip("route", "add", "blackhole", receiver.address)
+            commands.append(["route", "del", "blackhole", receiver.address])
     except NetworkError:
-        undo()
+        there.undo(commands)
         raise
-    return undo
-
-
-def _ip(place: Place, *arguments: str) -> str:
-    command = ["nsenter", "--target", str(place.pid), "--net", "ip", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NetworkError(f"`{' '.join(command)}`: {error}") from None
-    if done.returncode != 0:
-        raise NetworkError(f"`{' '.join(command)}`: {done.stderr.strip()}")
-    return done.stdout
+    return lambda: there.undo(commands)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ridgeway.chaos import network
-from ridgeway.chaos.network import NetworkError, Place
+from ridgeway.chaos.network import Namespace, NetworkError, Place
 
 #: Listens on its address, and says when it does.
 LISTENER = """
@@ -31,6 +31,7 @@ class Hosts:
         self._names = [f"{tag}-{number}" for number in (0, 1)]
         self._processes: list[subprocess.Popen[str]] = []
         self.places: list[Place] = []
+        self.namespaces: list[Namespace] = []
 
     def _ip(self, *arguments: str) -> None:
         done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60, check=False)
@@ -51,6 +52,7 @@ class Hosts:
             self._processes.append(process)
             assert process.stdout is not None and process.stdout.readline() == "listening\n"
             self.places.append(Place(process.pid, address))
+            self.namespaces.append(Namespace(self.places[-1]))
         self._ip("-n", first, "route", "add", "default", "via", "10.84.0.2")
 
     def reaches(self, sender: int, receiver: int) -> bool:
@@ -59,9 +61,16 @@ class Hosts:
         return done.returncode == 0
 
     def routes(self) -> str:
-        return network._ip(self.places[0], "route", "show")
+        return self.namespaces[0].ip("route", "show")
+
+    def lose(self, number: int) -> None:
+        """End the process that a host is known by."""
+        self._processes[number].kill()
+        self._processes[number].wait()
 
     def remove(self) -> None:
+        for namespace in self.namespaces:
+            namespace.undo([])
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -101,9 +110,19 @@ def test_one_direction_is_silenced(hosts: Hosts) -> None:
     # Neither can connect: an answer is sent too. But nothing was done on the other side.
     assert not hosts.reaches(0, 1)
     assert "blackhole" in hosts.routes()
-    assert "blackhole" not in network._ip(second, "route", "show")
+    assert "blackhole" not in hosts.namespaces[1].ip("route", "show")
     undo()
     assert hosts.reaches(0, 1) and "blackhole" not in hosts.routes()
+
+
+def test_it_is_undone_also_when_the_worker_has_died_of_it(hosts: Hosts) -> None:
+    first, second = hosts.places
+    before = hosts.routes()
+    silenced, cut = network.silence(first, [second]), network.cut(first)
+    hosts.lose(0)
+    silenced()  # which the end of the cut must not bring back
+    cut()
+    assert hosts.routes() == before
 
 
 def test_what_cannot_be_done_changes_nothing(hosts: Hosts) -> None:
