@@ -294,6 +294,28 @@ result = bool((np.asarray(found) == plain_state(5)["all"]).all())
 """)
 
 
+def test_a_notice_during_a_write_and_a_read(cluster: Cluster, program: Controller, tmp_path: Path) -> None:
+    cluster.wait_whole()
+    since = cluster.now()
+    program.run(f"""
+HERE, SPEC = {str(tmp_path)!r}, P(("data", "fsdp"))
+values = np.arange(6_000_000, dtype=np.float32).reshape(24, -1)
+large = jax.device_put(values, NamedSharding(mesh_of(0, 1, 2), SPEC))
+wrote = write(HERE, ["large"], [large])
+""")
+    cluster.request("preempt", slice=1)
+    program.run("""
+wrote.result()
+(found,), end = read(HERE, ["large"], [large], mesh_of(0, 1, 2), [SPEC])
+""")
+    cluster.request("preempt", slice=2)
+    assert program.run("result = [end.result(), bool((np.asarray(found) == values).all())]") == [None, True]
+    for index in (1, 2):
+        cluster.wait_event(since, "host_resumed", slice=index)
+    assert entries(tmp_path) == {"large"}
+    assert cluster.events(since, "host_lost") == []
+
+
 def test_an_array_that_was_lost_is_not_written(cluster: Cluster, program: Controller, tmp_path: Path) -> None:
     program.run("state = state_on(mesh_of(0, 1, 2), 6)")
     cluster.kill_executor(0)

@@ -217,6 +217,21 @@ flying = mix(both, 4000)
     assert [e["slice"] for e in cluster.events(since, "host_resumed")] == [1]
 
 
+def test_a_replacement_that_is_told_to_leave_too(cluster: Cluster, controller: Controller) -> None:
+    cluster.wait_whole()
+    controller.run("there = sharded(devices_of(1)); jax.block_until_ready(there)")
+    since = cluster.now()
+    cluster.request("preempt", slice=1)
+    # While it is away nobody can be told.
+    cluster.wait_event(since, "host_joining", slice=1)
+    cluster.request("preempt", slice=1)
+    assert controller.run("result = bool((np.asarray(there) == plain(2)).all())")
+    cluster.wait_event(since, "host_resumed", slice=1)
+    cluster.wait_whole()
+    assert len(cluster.events(since, "preemption_announced", slice=1)) == 2
+    assert cluster.events(since, "host_lost") == []
+
+
 def test_standbys_take_over_both_hosts_of_a_slice_at_once(tmp_path: Path) -> None:
     with (
         harness.cluster_in(tmp_path, "1x2x1", "--standby", "2") as cluster,
