@@ -9,7 +9,7 @@ class Kind(enum.Enum):
     """Why a difference is meant."""
 
     GRANTED = "granted"
-    """what devices in another process cannot be: pointers into the program's memory, the local CPU backend"""
+    """what devices in another process cannot have: pointers into the program's memory"""
     INAPPLICABLE = "not applicable"
     """a test of jax's own cache of compiled programs, for which the stock client has no bytes"""
     EXCUSED = "excused"
@@ -33,11 +33,6 @@ EXCUSES = (
         "a direct pointer into a device's memory (buffer protocol, dlpack, unsafe pointers): it is another process's",
         Kind.GRANTED,
         reason=r"PjRt-compatible backend only|BufferError|unsafe_buffer_pointer|__array_interface__|dlpack",
-    ),
-    Excuse(
-        "asks for a backend named 'cpu' beside the default one; JAX_PLATFORMS=proxy has none",
-        Kind.GRANTED,
-        reason=r"Unknown backend:? '?cpu|Available backends are \['proxy'\]",
     ),
     Excuse(
         "jax's own persistent compilation cache keeps executables' bytes, which the stock client refuses to give "

@@ -172,7 +172,11 @@ def main(
             ):
                 if result.refused(topology):
                     result.shown_as_one[topology] = run
-    text = render(results, list(topologies), _about(chosen, cases, about_tests))
+    command = ["python -m conformance.run --jax-tests JAX_TESTS", *(f"--topology {name}" for name in topologies)]
+    command += [f"--sample {sample}"] if sample else []
+    command += [] if protocol_sample is None else [f"--protocol-sample {protocol_sample}"]
+    command += [] if files == ",".join(DEFAULT_FILES) else [f"--files {files}"]
+    text = render(results, list(topologies), _about(" ".join(command), chosen, cases, about_tests))
     if output is None:
         click.echo(text)
     else:
@@ -181,22 +185,25 @@ def main(
         _say(f"written to {output}")
 
 
-def _about(files: list[File], cases: int, about_tests: str) -> list[str]:
+def _about(command: str, files: list[File], cases: int, about_tests: str) -> list[str]:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
     samples = sorted({file.limits.sample for file in files})
     cut = " or ".join(f"{sample}" if sample else "all" for sample in samples)
+    if len(samples) > 1:
+        cut += " (the larger number of files that exercise the protocol most)"
     python = ".".join(map(str, sys.version_info[:3]))
     lines = [
-        f"Written by `make conformance`: {versions}, Python {python}, {os.cpu_count()} CPUs. Of each file {cut} tests "
-        f"that are not skipped natively (chosen by a hash of their names, always the same; {cases} generated cases of "
-        f"a parameterized test), with {NATIVE_DEVICES} devices. A test counts if it passes natively; only those are "
-        "run through clusters. A program that names the backend 'cpu' gets the controller's own CPU beside the "
-        "cluster. Beside whether tests pass it is looked at what each file leaves in the cluster: sessions, another "
-        f"process in an executor's place, more than {MEMORY_GROWTH_NOTED_BYTES >> 20} MiB of memory.",
+        f"Written by `make conformance` (`{command}`): {versions}, Python {python}, {os.cpu_count()} CPUs. Of each "
+        f"file at most {cut} tests that are not skipped natively, chosen by a hash of their names (always the same; "
+        f"{cases} generated cases of a parameterized test). A test counts if it passes natively with {NATIVE_DEVICES} "
+        "devices; only those are run through clusters. A program that names the backend 'cpu' gets the controller's "
+        "own CPU beside the cluster. Beside whether tests pass it is looked at what each file leaves in the cluster: "
+        "sessions, another process in an executor's place, more than "
+        f"{MEMORY_GROWTH_NOTED_BYTES >> 20} MiB of memory.",
         "",
-        "*Granted* are the two kinds of difference that cannot be otherwise when devices belong to other processes: "
-        "direct pointers into a device's memory, and tests that assert that the backend is the local CPU one. Not "
-        "applicable (*n/a*) are tests of jax's own persistent compilation cache, since the stock client gives no bytes "
+        "*Granted* is what cannot be otherwise when devices belong to other processes: direct pointers into a device's "
+        "memory. (Tests that assert that the backend is the local CPU one would be too; none does.) Not applicable "
+        "(*n/a*) are tests of jax's own persistent compilation cache, since the stock client gives no bytes "
         "of executables. *Excused* are those of the other kinds that `conformance/excuses.py` names; *other* ought not "
         "to be. Each is listed below.",
     ]
