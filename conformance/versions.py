@@ -232,9 +232,12 @@ class Report:
             "by `pip install` of this project with the release of jax, so the tests that need MaxText's extra are "
             f"left out. Run in each: {', '.join(f'`{name}`' for name in self.tests)}.", "",
             "| Python | jax | jaxlib | tests | seconds | failed |", "|---|---|---|---|---:|---|", *self.rows, "",
-            "## Controllers and workers of another release", "",
-            f"`{MIXED_TESTS}`: a program of the other environment uses the cluster, then a worker of it wants to join.",
-            "", "| cluster | the other | as controller | as worker |", "|---|---|---|---|", *self.mixed, "",
+            *([] if not self.mixed else [
+                "## Controllers and workers of another release", "",
+                f"`{MIXED_TESTS}`: a program of the other environment uses the cluster, a worker of it wants to join.",
+                "",
+                "| cluster | the other | as controller | as worker |", "|---|---|---|---|", *self.mixed, "",
+            ]),
         ])  # fmt: skip
 
 
@@ -279,9 +282,11 @@ def smoke(pythons: Sequence[str], work: Path, log: Path) -> bool:
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/versions"))
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Where the table goes.")
 @click.option("--tests", default=" ".join(TESTS), help="What is run in each, with spaces.")
+@click.option("--mixed/--alone", default=True, help="Also each release as the controller of each other's cluster.")
 @click.option("--smoke", "only_smoke", is_flag=True, help="Only the oldest release, on the last Python that is there.")
 def main(
-    releases: tuple[str, ...], pythons: tuple[str, ...], work: Path, output: Path | None, tests: str, only_smoke: bool
+    releases: tuple[str, ...], pythons: tuple[str, ...], work: Path, output: Path | None, tests: str, mixed: bool,
+    only_smoke: bool,
 ) -> None:
     """Run a chosen part of the tests with the ends of the supported range of jax, and on each Python."""
     work = work.resolve()
@@ -301,6 +306,7 @@ def main(
     words = [*(f"--jax '{release}'" for release in releases), *(f"--python {Path(name).name}" for name in pythons)]
     if report.tests != TESTS:
         words.append(f"--tests '{tests}'")
+    words += [] if mixed else ["--alone"]
     command = " ".join(["python -m conformance.versions", *words])
 
     def write(end: str = "") -> None:
@@ -313,7 +319,7 @@ def main(
         click.echo(f"{environment.title}: tests", err=True)
         report.add(environment, outcome := run_tests(environment, report.tests, log))
         click.echo(f"{environment.title}: {_counts(outcome)} in {outcome.seconds:.0f} s", err=True)
-    for cluster, controller in _pairs(made, oldest_and_newest=len(releases) == 2):
+    for cluster, controller in _pairs(made, oldest_and_newest=len(releases) == 2) if mixed else ():
         write(unfinished)
         click.echo(f"{controller.title} on {cluster.title}", err=True)
         report.add_mixed(cluster, controller, *run_mixed(cluster, controller, log))
