@@ -265,14 +265,13 @@ def smoke(pythons: Sequence[str], work: Path, log: Path) -> bool:
     click.echo(f"versions: {oldest.title}: {_counts(outcome)} in {outcome.seconds:.0f} s")
     here = describe(sys.executable)
     good = not outcome.failed
-    if here.jaxlib != oldest.jaxlib:
-        outcome, verdict = run_mixed(here, oldest, log)
-        _tell_failures(outcome, f"{oldest.title} on {here.title}")
-        click.echo(
-            f"versions: {oldest.title} on a cluster of {here.title}: as controller: {verdict}; "
-            f"{_counts(outcome)} in {outcome.seconds:.0f} s"
-        )
-        good = good and not outcome.failed
+    for cluster, controller in itertools.permutations((here, oldest)):
+        if cluster.jaxlib != controller.jaxlib:
+            outcome, verdict = run_mixed(cluster, controller, log)
+            what = f"{controller.title} on a cluster of {cluster.title}"
+            _tell_failures(outcome, what)
+            click.echo(f"versions: {what}: as controller: {verdict}; {_counts(outcome)} in {outcome.seconds:.0f} s")
+            good = good and not outcome.failed
     return good
 
 

@@ -177,8 +177,8 @@ def _take_assignment(session: Session, options: Any) -> tuple[tuple[int, ...], .
         raise statuses.invalid_argument(f"a program for devices {assignment}; this cluster has 0..{known - 1}").error()
     build.ClearField("device_assignment")
     build.ClearField("device_ordinal")
-    # Controllers of jax 0.12 ask for shardings over named meshes. XLA translates back what an executable says of its own
-    # only since 0.12, and the client of 0.12 ends the user's process over the first named one that it is told of.
+    # Controllers of jax 0.12 ask for shardings over named meshes. XLA translates back what an executable says of its
+    # own only since 0.12, and the client of 0.12 ends the user's process over the first named one that it is told of.
     if session.services.versions["jaxlib"].startswith("0.11."):
         build.debug_options.xla_enable_hlo_sharding_v3 = False
     return assignment
