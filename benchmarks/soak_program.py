@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pathwaysutils
 import plain_trainer as plain
+import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pathwaysutils.elastic.manager import Manager, ScaleUpSignalError
@@ -33,7 +34,9 @@ COMPILE_PERIOD = 20
 SLICE_TIMEOUT_SECONDS = 300.0
 #: More than any attempt has under way at once; the answers of one time after the other pile up.
 TRANSFERS_AT_ONCE = 200
-FILLS = 4
+#: Fills in a row that add no thread, after which the pools are taken for full; and fills at most.
+FILLS_WITHOUT_GROWTH = 4
+FILLS_LIMIT = 40
 #: Of a transfer.
 VALUES = 1024
 
@@ -52,8 +55,15 @@ def fill_thread_pools() -> None:
     jaxlib's client runs transfers and answers on the threads of two `tsl::UnboundedWorkQueue`, which keep as many as
     there ever were at once. Without this their number would rise with every attempt that sets a new record.
     """
-    for _ in range(FILLS):
+    this = psutil.Process()
+    most, without_growth = 0, 0
+    for _ in range(FILLS_LIMIT):
         _fill_thread_pools()
+        threads = this.num_threads()
+        without_growth = 0 if threads > most else without_growth + 1
+        most = max(most, threads)
+        if without_growth == FILLS_WITHOUT_GROWTH:
+            return
 
 
 def _fill_thread_pools() -> None:
