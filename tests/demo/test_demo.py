@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from places import child_set_up
 from rich.console import Console
 
 from ridgeway.cli import main as cli
@@ -109,8 +110,9 @@ def test_log_reader_sees_attempts_between_steps(tmp_path: Path) -> None:
 def start(environment: dict[str, str], output: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "ridgeway.cli.main", "demo", "--output", str(output), *arguments]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=child_set_up(),
+    )  # fmt: skip
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
