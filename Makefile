@@ -59,7 +59,7 @@ persistence: setup ## Save and restore 4.5 GiB with a head capped under 1 GB; wr
 
 conformance: setup ## JAX's own tests through Ridgeway: JAX_TESTS=<folder of them, of the installed version> (up to an hour)
 	@test -n "$(JAX_TESTS)" || { echo "say where JAX's test files are: make conformance JAX_TESTS=<folder>" >&2; exit 2; }
-	$(PY) -m conformance.run --jax-tests $(JAX_TESTS) --topology 1x1x8 --topology 2x2x2 --sample 20 --protocol-sample 40 \
+	$(PY) -m conformance.run --jax-tests $(JAX_TESTS) --topology 1x1x8 --topology 2x2x2 --sample 40 --protocol-sample 120 \
 		--output docs/results/conformance.md $(CONFORMANCE_ARGS)
 
 versions: setup ## A part of the tests with the oldest and newest supported jax, on Python 3.12 and 3.13 (downloads; an hour)
