@@ -72,7 +72,7 @@ def main(arguments: dict[str, Any]) -> int:
     intervals = settings["heartbeat_interval_seconds"], settings["compiler_idle_seconds"]
     threading.Thread(target=_heartbeats, args=(link, activity, *intervals), name="heartbeats", daemon=True).start()
     pool = ThreadPoolExecutor(PARALLEL_COMPILATIONS, thread_name_prefix="compile")
-    questions = _Questions(link, arguments["settings"]["compile_timeout_seconds"])
+    questions = _Questions(link, settings["compile_timeout_seconds"])
     try:
         while True:
             message, attached = link.receive()

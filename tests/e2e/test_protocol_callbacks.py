@@ -154,8 +154,8 @@ result.append(np.asarray(second(jax.device_put(np.ones(4, np.float32), split))).
 """) == [True] * 12 + [[4.0]]
 
 
-def test_a_slice_dies_while_a_callback_blocks(pair: Cluster, program: Controller) -> None:
-    program.run("""
+#: A callback that says when it has begun and ends when it is told to.
+BLOCKS = """
 import threading
 entered, go_on = threading.Event(), threading.Event()
 
@@ -163,7 +163,11 @@ def blocks(a):
     entered.set()
     go_on.wait(60)
     return np.asarray(a)
+"""
 
+
+def test_a_slice_dies_while_a_callback_blocks(pair: Cluster, program: Controller) -> None:
+    program.run(BLOCKS + """
 @jax.jit
 def h(x):
     return jax.pure_callback(blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -202,15 +206,7 @@ np.asarray(jax.jit(lambda x: jax.pure_callback(never_ends, jax.ShapeDtypeStruct(
 
 
 def test_a_slice_dies_while_a_callback_of_a_program_over_both_blocks(pair: Cluster, program: Controller) -> None:
-    program.run("""
-import threading
-entered, go_on = threading.Event(), threading.Event()
-
-def blocks(a):
-    entered.set()
-    go_on.wait(60)
-    return np.asarray(a)
-
+    program.run(BLOCKS + """
 @jax.jit
 def over_both(x):
     y = jax.pure_callback(blocks, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
